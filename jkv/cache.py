@@ -1,0 +1,228 @@
+"""One layer's cache as a value: `Slots`, and the pure functions that fill, extend and thin it.
+
+Slots are in the order of the text and filled from the left, separately for each row and kv head. So attention needs no
+mask beyond a length, pooling runs over neighbours in the text, and "most recent" is the highest index.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import pallas_kernels
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prompt:
+    """One layer's view of right-padded prompts.
+
+    Attributes:
+        q: queries after norm and RoPE, `[B, H, G, T, D]`.
+        k, v: keys after norm and RoPE, and values, `[B, H, T, D]`.
+        k_pre: keys before RoPE, `[B, H, T, D]`.
+        tokens: token ids, int32 `[B, T]`.
+        length: tokens of each row before its padding, int32 `[B]`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    k_pre: Array
+    tokens: Array
+    length: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Token:
+    """One layer's view of the token being decoded.
+
+    Attributes:
+        q: query after norm and RoPE, `[B, H, G, D]`.
+        k, v: key after norm and RoPE, and value, `[B, H, D]`.
+        k_pre: key before RoPE, `[B, H, D]`.
+        token: token id, int32 `[B]`.
+        pos: position in the text, int32 `[B]`.
+        active: rows that are still decoding, bool `[B]`; the others must keep their cache as it is.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    k_pre: Array
+    token: Array
+    pos: Array
+    active: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class View:
+    """What attention may read: the first `length` slots.
+
+    Attributes:
+        k, v: `[B, H, C, D]`.
+        length: int32 `[B, H]`.
+    """
+
+    k: Array
+    v: Array
+    length: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """The cache of one layer.
+
+    Attributes:
+        k, v: keys (after RoPE at their own text position) and values, `[B, H, C, D]`.
+        pos: position in the text, int32 `[B, H, C]`; -1 in an empty slot.
+        length: filled slots, int32 `[B, H]`.
+        window: queries of the last W tokens, `[B, W, H, G, D]`; the token at position p is at index p mod W.
+        extra: arrays `[B, H, C, ...]` by name that move with their slots.
+    """
+
+    k: Array
+    v: Array
+    pos: Array
+    length: Array
+    window: Array
+    extra: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated per row and kv head (C)."""
+        return self.k.shape[2]
+
+    @property
+    def filled(self) -> Array:
+        """Which slots hold a token, bool `[B, H, C]`."""
+        return jnp.arange(self.capacity, dtype=jnp.int32).reshape(1, 1, -1) < self.length[..., None]
+
+    @property
+    def seen(self) -> Array:
+        """Tokens of the text so far, evicted ones included, int32 `[B]`."""
+        return jnp.max(self.pos[:, 0], axis=-1) + 1
+
+    def view(self) -> View:
+        """Everything that is cached."""
+        return View(self.k, self.v, self.length)
+
+    def recent(self, count: int) -> Array:
+        """The last `count` filled slots, bool `[B, H, C]`."""
+        slot = jnp.arange(self.capacity, dtype=jnp.int32).reshape(1, 1, -1)
+        return self.filled & (slot >= self.length[..., None] - count)
+
+    def window_queries(self) -> Array:
+        """The observation window in time order, `[B, H, G, W, D]`."""
+        size = self.window.shape[1]
+        if not size:
+            return jnp.moveaxis(self.window, 1, 3)
+        position = self.seen[:, None] - size + jnp.arange(size, dtype=jnp.int32)[None]
+        index = (position % size).reshape(*position.shape, 1, 1, 1)
+        return jnp.moveaxis(jnp.take_along_axis(self.window, index, axis=1), 1, 3)
+
+
+def fill(prompt: Prompt, *, window: int = 0) -> Slots:
+    """Slots that hold whole prompts: C = T."""
+    batch, heads, length = prompt.k.shape[:3]
+    position = jnp.arange(length, dtype=jnp.int32)[None]
+    pos = jnp.where(position < prompt.length[:, None], position, -1)
+    return Slots(
+        k=prompt.k,
+        v=prompt.v,
+        pos=jnp.broadcast_to(pos[:, None], (batch, heads, length)),
+        length=jnp.broadcast_to(prompt.length[:, None], (batch, heads)),
+        window=_last_queries(prompt, window),
+    )
+
+
+def put(slots: Slots, token: Token) -> Slots:
+    """Appends one token to every active row."""
+    batch, heads = slots.length.shape
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    head = jnp.arange(heads, dtype=jnp.int32)[None]
+    # A row that has ended writes out of bounds, which is dropped.
+    index = jnp.where(token.active[:, None], slots.length, slots.capacity)
+
+    def write(x: Array, value: Array) -> Array:
+        return x.at[row, head, index].set(value, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    return replace(
+        slots,
+        k=write(slots.k, token.k.astype(slots.k.dtype)),
+        v=write(slots.v, token.v.astype(slots.v.dtype)),
+        pos=write(slots.pos, jnp.broadcast_to(token.pos[:, None], index.shape)),
+        length=jnp.where(token.active[:, None], jnp.minimum(slots.length + 1, slots.capacity), slots.length),
+    )
+
+
+def put_query(slots: Slots, q: Array, pos: Array, active: Array) -> Slots:
+    """Remembers the queries `q` `[B, H, G, D]` of the tokens at `pos` int32 `[B]` as the window's newest."""
+    batch, size = slots.window.shape[:2]
+    index = jnp.where(active, pos % size, size)
+    window = slots.window.at[jnp.arange(batch, dtype=jnp.int32), index].set(q.astype(slots.window.dtype), mode="drop")
+    return replace(slots, window=window)
+
+
+def keep(slots: Slots, index: Array, count: Array, *, fills: Mapping[str, float]) -> Slots:
+    """Keeps `count` slots, given by index, and empties the others.
+
+    Args:
+        slots: what is held.
+        index: int32 `[B, H, N]`; entries from `count` on are C.
+        count: int32 `[B, H]`.
+        fills: what `extra` arrays hold in an empty slot, where it is not 0.
+    """
+    full = jnp.arange(slots.capacity, dtype=jnp.int32).reshape(1, 1, -1) < count[..., None]
+
+    def move(x: Array, fill: float) -> Array:
+        moved = pallas_kernels.compact(x, index)
+        return jnp.where(full.reshape(full.shape + (1,) * (x.ndim - 3)), moved, jnp.asarray(fill, x.dtype))
+
+    return replace(
+        slots,
+        # Keys and values beyond the length are never read, so nothing is written there.
+        k=pallas_kernels.compact(slots.k, index),
+        v=pallas_kernels.compact(slots.v, index),
+        pos=move(slots.pos, -1),
+        length=count,
+        extra={name: move(x, fills.get(name, 0)) for name, x in slots.extra.items()},
+    )
+
+
+def resize(slots: Slots, capacity: int, *, fills: Mapping[str, float] = MappingProxyType({})) -> Slots:
+    """The same content with another capacity, which must hold the longest row; `fills` as in `keep`."""
+
+    def fit(x: Array, fill: float = 0) -> Array:
+        room = capacity - x.shape[2]
+        if room <= 0:
+            return x[:, :, :capacity]
+        return jnp.pad(x, [(0, 0), (0, 0), (0, room)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
+
+    extra = {name: fit(x, fills.get(name, 0)) for name, x in slots.extra.items()}
+    return replace(slots, k=fit(slots.k), v=fit(slots.v), pos=fit(slots.pos, -1), extra=extra)
+
+
+def max_pool(score: Array, size: int) -> Array:
+    """Maximum over `size` neighbouring slots (odd, centred), on `[..., C]`; 0 and 1 leave the score as it is."""
+    if size <= 1:
+        return score
+    lead = (1,) * (score.ndim - 1)
+    return jax.lax.reduce_window(score, -jnp.inf, jax.lax.max, (*lead, size), (*lead, 1), "SAME")
+
+
+def _last_queries(prompt: Prompt, window: int) -> Array:
+    """The queries of each row's last `window` tokens, at index position mod `window`: `[B, W, H, G, D]`."""
+    q = jnp.moveaxis(prompt.q, 3, 1)
+    if not window:
+        return q[:, :0]
+    last = prompt.length[:, None] - 1
+    slot = jnp.arange(window, dtype=jnp.int32)[None]
+    position = jnp.maximum(last - (last - slot) % window, 0)
+    return jnp.take_along_axis(q, position.reshape(*position.shape, 1, 1, 1), axis=1)

@@ -1,0 +1,317 @@
+"""Tokens in, tokens out: prefill, the decode step, and the compiled block of steps. Knows no text.
+
+Every array of a running batch is in one `State`; everything that shapes a program is in one frozen `Engine`, the static
+argument of the compiled functions. Layers are unrolled and each has its own store: a scan over layers would copy the
+cache at every token.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from jkv.attention import attend, attend_prompt
+from jkv.cache import Prompt, Token
+from jkv.config import CacheSpec
+from jkv.models import rope
+from jkv.models.decoder import Decoder, Layer
+from jkv.policies import Policy
+from jkv.sampling import Sampling, row_keys, sample
+
+LONGEST_BLOCK = 16
+Drawn = tuple[Array, Array, Array | None]  # tokens, finite, logits or None
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """A batch between two steps.
+
+    Attributes:
+        stores: one store per layer, as the policy made it.
+        shared: the policy's state outside the layers.
+        token: last sampled token of each row, not yet in the cache, int32 `[B]`.
+        pos: position of `token` in the text, int32 `[B]`.
+        step: tokens sampled so far, int32 `[B]`.
+        limit: tokens to sample at most, int32 `[B]`.
+        row: id that a row's random keys are folded from, uint32 `[B]`.
+        done: rows that have ended, bool `[B]`.
+        seen: tokens that the repetition penalty knows of, bool `[B, V]`; None without a penalty.
+    """
+
+    stores: tuple[Any, ...]
+    shared: Any
+    token: Array
+    pos: Array
+    step: Array
+    limit: Array
+    row: Array
+    done: Array
+    seen: Array | None
+
+
+class Output(NamedTuple):
+    """What a program reports to the host, for S sampled tokens a row.
+
+    Attributes:
+        tokens: int32 `[B, S]`; -1 where a row had already ended.
+        finite: whether every logit was a finite number, bool `[B, S]`; true where a row had ended.
+        done: rows that have ended, bool `[B]`.
+        logits: float32 `[B, S, V]`, or None unless the engine keeps them.
+    """
+
+    tokens: Array
+    finite: Array
+    done: Array
+    logits: Array | None
+
+
+class Request(NamedTuple):
+    """The traced arguments of a run beside its weights: changing them compiles nothing.
+
+    Attributes:
+        seed: two words, uint32 `[2]`, as `jkv.sampling.seed_words` gives them.
+        eos: token ids that end a row, int32 `[N]`; -1 is none.
+    """
+
+    seed: Array
+    eos: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Compiled decoding of one model under one policy.
+
+    Attributes:
+        graph: structure of the model, as ``flax.nnx.split`` gives it.
+        policy: what the cache holds.
+        spec: size of the cache.
+        sampling: how a token is drawn.
+        prefill_block: prompt tokens handled at once, so that memory does not grow with their square.
+        keep_logits: report the logits of every step.
+    """
+
+    graph: nnx.GraphDef[Decoder]
+    policy: Policy
+    spec: CacheSpec
+    sampling: Sampling
+    prefill_block: int = 512
+    keep_logits: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of one compiled block: the largest divisor of the interval up to `LONGEST_BLOCK`."""
+        interval = self.policy.interval or LONGEST_BLOCK
+        return max(n for n in range(1, LONGEST_BLOCK + 1) if interval % n == 0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def prefill(
+        self, weights: nnx.State, tokens: Array, length: Array, limit: Array, row: Array, request: Request
+    ) -> tuple[State, Output]:
+        """Reads the prompts and samples the first token of each.
+
+        Args:
+            weights: parameters of the model.
+            tokens: int32 `[B, T]`, right-padded; one program is compiled for each B and T.
+            length: tokens of each prompt, int32 `[B]`; 0 for a row that stays idle.
+            limit: tokens to sample at most, int32 `[B]`.
+            row: id of each row, uint32 `[B]`.
+            request: seed and eos ids.
+        """
+        model = nnx.merge(self.graph, weights)
+        stores = []
+        x = model.embed(tokens)
+        cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        for layer in model.layers:
+            x, prompt = read_prompt(layer, x, cos, sin, tokens, length, block=self.prefill_block)
+            stores.append(self.policy.ingest(self.spec, prompt))
+        last = jnp.maximum(length - 1, 0).reshape(-1, 1, 1)
+        state = State(
+            stores=tuple(stores),
+            shared=self.policy.shared(self.spec, tokens.shape[0]),
+            token=jnp.zeros_like(length),
+            pos=length - 1,
+            step=jnp.zeros_like(length),
+            limit=limit,
+            row=row,
+            done=(length == 0) | (limit == 0),
+            seen=self._mark_prompt(tokens, length, model.config.vocab_size),
+        )
+        state, out = self._draw(state, model.logits(jnp.take_along_axis(x, last, axis=1)[:, 0]), request)
+        token, finite, logits = jax.tree.map(lambda x: x[:, None], out)
+        return state, Output(token, finite, state.done, logits)
+
+    @functools.partial(jax.jit, static_argnums=0, static_argnames="steps", donate_argnames="state")
+    def decode(self, weights: nnx.State, state: State, request: Request, *, steps: int) -> tuple[State, Output]:
+        """Decodes a block of steps. A block in which every row has ended before is skipped.
+
+        Args:
+            weights: parameters of the model.
+            state: the batch; its buffers are taken over.
+            request: seed and eos ids.
+            steps: tokens to decode; static.
+        """
+        model = nnx.merge(self.graph, weights)
+        batch, vocab = state.token.shape[0], model.config.vocab_size
+        nothing = (
+            jnp.full((steps, batch), -1, jnp.int32),
+            jnp.ones((steps, batch), bool),
+            jnp.zeros((steps, batch, vocab), jnp.float32) if self.keep_logits else None,
+        )
+
+        def step(state: State, _: None) -> tuple[State, Drawn]:
+            return self._draw(*self._decode_step(model, state), request)
+
+        def block(carry: tuple[State, Drawn]) -> tuple[State, Drawn]:
+            return lax.scan(step, carry[0], length=steps)
+
+        state, out = run_if(~jnp.all(state.done), block, (state, nothing))
+        tokens, finite, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
+        return state, Output(tokens, finite, state.done, logits)
+
+    def compact(self, state: State) -> State:
+        """Ends an interval: compacts every layer's store, one after the other, by one program for all layers."""
+        return replace(state, stores=tuple(compact_store(self.policy, store) for store in state.stores))
+
+    def _decode_step(self, model: Decoder, state: State) -> tuple[State, Array]:
+        """Feeds each row's last token through the layers: the new state and the logits `[B, V]`."""
+        active, policy = ~state.done, self.policy
+        x = model.embed(state.token)
+        cos, sin = rope.cos_sin(model.config, state.pos)
+        plan, shared = policy.plan(state.shared, x, state.pos)
+        stores = []
+        for layer, store in zip(model.layers, state.stores, strict=True):
+            heads = layer.heads(x, cos, sin)
+            token = Token(*heads, token=state.token, pos=state.pos, active=active)
+            store = policy.append(store, token)
+            out, probs = attend(heads.q, policy.select(store, heads.q, plan), return_probs=policy.needs_probs)
+            stores.append(policy.observe(store, token, probs))
+            x = layer.finish(x, out)
+        return replace(state, stores=tuple(stores), shared=shared), model.logits(x)
+
+    def _draw(self, state: State, logits: Array, request: Request) -> tuple[State, Drawn]:
+        """Samples a token for each active row: the new state, and tokens `[B]`, finite `[B]` and the logits."""
+        keys = row_keys(request.seed, state.row, state.step)
+        token = sample(logits, keys, self.sampling, state.seen)
+        active = ~state.done
+        step = state.step + active
+        ended = jnp.any(token[:, None] == request.eos[None], axis=-1) | (step >= state.limit)
+        seen = state.seen
+        if seen is not None:
+            seen = seen.at[jnp.arange(token.shape[0], dtype=jnp.int32), token].max(active)
+        state = replace(
+            state,
+            token=jnp.where(active, token, state.token),
+            pos=state.pos + active,
+            step=step,
+            done=state.done | ended,
+            seen=seen,
+        )
+        finite = jnp.all(jnp.isfinite(logits), axis=-1) | ~active
+        return state, (jnp.where(active, token, -1), finite, logits if self.keep_logits else None)
+
+    def _mark_prompt(self, tokens: Array, length: Array, vocab: int) -> Array | None:
+        if self.sampling.repetition_penalty == 1:
+            return None
+        batch, longest = tokens.shape
+        real = jnp.arange(longest, dtype=jnp.int32)[None] < length[:, None]
+        row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        return jnp.zeros((batch, vocab), bool).at[row, tokens].max(real)
+
+
+def read_prompt(
+    layer: Layer, x: Array, cos: Array, sin: Array, tokens: Array, length: Array, *, block: int
+) -> tuple[Array, Prompt]:
+    """Runs one layer over whole prompts with full attention.
+
+    Args:
+        layer: the layer.
+        x: residual `[B, T, E]`.
+        cos, sin: rotation of the positions, float32 `[1, T, D/2]`.
+        tokens: token ids, int32 `[B, T]`.
+        length: tokens of each row before its padding, int32 `[B]`.
+        block: tokens handled at once.
+
+    Returns:
+        The new residual and what the layer's store can be made from.
+    """
+    heads = layer.heads(x, cos, sin)
+    q = jnp.moveaxis(heads.q, 1, 3)
+    k, v, k_pre = (jnp.moveaxis(y, 1, 2) for y in (heads.k, heads.v, heads.k_pre))
+    prompt = Prompt(q=q, k=k, v=v, k_pre=k_pre, tokens=tokens, length=length)
+    attended = jnp.moveaxis(attend_prompt(prompt, block=block), 3, 1)
+    return _map_blocks(layer.finish, x, attended, block=block), prompt
+
+
+def logits(model: Decoder, tokens: Array, *, block: int = 512) -> Array:
+    """Logits of right-padded prompts under full attention.
+
+    Args:
+        model: the model.
+        tokens: int32 `[B, T]`.
+        block: tokens handled at once.
+
+    Returns:
+        float32 `[B, T, V]`; what stands after a row's own tokens has no meaning.
+    """
+    return _logits(*nnx.split(model), tokens, block)
+
+
+def find_nonfinite(model: Decoder, tokens: Array) -> str:
+    """Names the first part of the model whose output for `tokens` int32 `[B, T]` has an infinite or NaN value."""
+    x = model.embed(tokens)
+    cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+    length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    if not jnp.all(jnp.isfinite(x)):
+        return "embedding"
+    for index, layer in enumerate(model.layers):
+        x, _ = read_prompt(layer, x, cos, sin, tokens, length, block=512)
+        if not jnp.all(jnp.isfinite(x)):
+            return f"layer {index}"
+    return "final norm or head"
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def compact_store(policy: Policy, store: Any) -> Any:
+    """Compacts one layer's store, whose buffers are taken over."""
+    return policy.compact(store)
+
+
+def run_if(condition: Array, function: Callable[[T], T], value: T) -> T:
+    """``function(value)`` if `condition` else `value`, as a loop of at most one round.
+
+    `lax.cond` around caches makes XLA copy them; a loop updates them in place.
+    """
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), function(c[1])), (condition, value))[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _logits(graph: nnx.GraphDef[Decoder], weights: nnx.State, tokens: Array, block: int) -> Array:
+    model = nnx.merge(graph, weights)
+    x = model.embed(tokens)
+    cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+    length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    for layer in model.layers:
+        x, _ = read_prompt(layer, x, cos, sin, tokens, length, block=block)
+    return model.logits(x)
+
+
+def _map_blocks(function: Callable[[Array, Array], Array], x: Array, y: Array, *, block: int) -> Array:
+    """Applies a function of `[B, t, ...]` arrays to `block` tokens at a time, where there are more."""
+    batch, length = x.shape[:2]
+    if length <= block:
+        return function(x, y)
+    count = -(-length // block)
+
+    def cut(z: Array) -> Array:
+        z = jnp.pad(z, [(0, 0), (0, count * block - length)] + [(0, 0)] * (z.ndim - 2))
+        return jnp.moveaxis(z.reshape(batch, count, block, *z.shape[2:]), 1, 0)
+
+    out = lax.map(lambda pair: function(*pair), (cut(x), cut(y)))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * block, *out.shape[3:])[:, :length]

@@ -1,0 +1,104 @@
+"""Prompts from a JSONL file, and answers into one that a killed run resumes from."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROMPT_KEYS = ("prompt", "messages", "problem", "question")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of a prompts file: its id (the line number where the line has none) and its text or messages."""
+
+    id: str | int
+    prompt: str | Sequence[Mapping[str, Any]]
+
+
+def read_prompts(path: Path) -> list[Item]:
+    """Reads prompts, one JSON object a line; empty lines are skipped.
+
+    An object has "prompt", "problem" or "question" (a text) or "messages" (a chat), and may have "id".
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not such an object; the message names file and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts file {path}: {error}") from None
+    items = [_read_line(f"{path}:{number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ValueError(f'prompts file {path} has no prompts; write one JSON object a line, as {{"prompt": "..."}}')
+    ids = [item.id for item in items]
+    twice = next((i for i in ids if ids.count(i) > 1), None) if len(set(ids)) < len(ids) else None
+    if twice is not None:
+        raise ValueError(f"prompts file {path}: id {twice!r} occurs twice; ids must differ")
+    return items
+
+
+class Answers:
+    """Appends answers to a JSONL file, and knows which of them an earlier run has written."""
+
+    def __init__(self, path: Path, settings: str):
+        """Opens or creates the file; a last line that was cut off by a kill is removed.
+
+        Args:
+            path: the answers file.
+            settings: short text that stands for model, policy and sampling; it is written into every line.
+
+        Raises:
+            ValueError: the file cannot be written, is not an answers file, or was written under other settings.
+        """
+        self.path, self.settings = path, settings
+        self.done: set[tuple[str | int, int]] = set()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise ValueError(f"answers file {path}: {error.strerror}; give another --output") from None
+        self._read()
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        whole = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+                key, settings = (row["id"], row["sample"]), row["settings"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{self.path}:{number} is not an answer of jkv; give another --output") from None
+            if settings != self.settings:
+                raise ValueError(
+                    f"{self.path} holds answers drawn with other settings ({settings}, now {self.settings}); "
+                    "give another --output"
+                )
+            self.done.add(key)
+            whole += len(line)
+        self._file.truncate(whole)
+        self._file.seek(0, 2)
+
+    def write(self, id: str | int, sample: int, **fields: Any) -> None:
+        """Appends one answer; it is on disk when this returns."""
+        row = {"id": id, "sample": sample, **fields, "settings": self.settings}
+        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _read_line(where: str, number: int, line: str) -> Item:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+    key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and row.get(key)), None)
+    if key is None or not isinstance(row[key], list if key == "messages" else str):
+        raise ValueError(f"{where}: needs a text in 'prompt', 'problem' or 'question', or a list in 'messages'")
+    return Item(id=row.get("id", number), prompt=row[key])

@@ -1,0 +1,121 @@
+"""One Flax NNX decoder for Llama, Qwen2 and Qwen3: the three differ by biases and by a norm on queries and keys.
+
+The module holds weights and the arithmetic of a layer before and after attention. What attention may read is the
+policy's business: the engine calls `Layer.heads`, lets the policy and attention do their part, then `Layer.finish`.
+Query, key and value projections are one weight, so are gate and up: one matrix product each, at prefill and decode.
+Weights are stored `[out, in]`, as checkpoints have them; on CPU that is also the quickest layout at every batch size.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jkv.config import ModelConfig
+from jkv.models import rope
+
+
+class Heads(NamedTuple):
+    """Projections of one layer for tokens `...` = B (decode) or B, T (prefill).
+
+    Attributes:
+        q: queries after norm and RoPE, `[..., H, G, D]`.
+        k: keys after norm and RoPE, `[..., H, D]`.
+        v: values, `[..., H, D]`.
+        k_pre: keys after norm, before RoPE, `[..., H, D]`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    k_pre: Array
+
+
+class Linear(nnx.Module):
+    """``x @ kernel.T + bias`` with `kernel` `[out, in]`."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (outputs, inputs), dtype) * inputs**-0.5)
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = jnp.einsum("...i,oi->...o", x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...].reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32 (https://arxiv.org/abs/1910.07467)."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class Layer(nnx.Module):
+    """One decoder layer, without the attention itself."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c, self.config = config, config
+        inner = c.num_heads * c.head_dim
+        self.attention_norm = RMSNorm(c.hidden_size, eps=c.norm_eps, dtype=dtype)
+        self.qkv = Linear(
+            c.hidden_size, inner + 2 * c.num_kv_heads * c.head_dim, bias=c.qkv_bias, dtype=dtype, rngs=rngs
+        )
+        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
+        self.out = Linear(inner, c.hidden_size, bias=c.out_bias, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(c.hidden_size, eps=c.norm_eps, dtype=dtype)
+        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype, rngs=rngs)
+
+    def heads(self, x: Array, cos: Array, sin: Array) -> Heads:
+        """Projects `x` `[..., E]`; `cos`, `sin` float32 `[..., D/2]` of each token's position."""
+        c, lead = self.config, x.shape[:-1]
+        kv = c.num_kv_heads * c.head_dim
+        q, k, v = jnp.split(
+            self.qkv(self.attention_norm(x)), [c.num_heads * c.head_dim, c.num_heads * c.head_dim + kv], -1
+        )
+        q = q.reshape(*lead, c.num_kv_heads, c.group, c.head_dim)
+        k, v = (y.reshape(*lead, c.num_kv_heads, c.head_dim) for y in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        return Heads(rope.rotate(q, cos[..., None, :], sin[..., None, :]), rope.rotate(k, cos, sin), v, k)
+
+    def finish(self, x: Array, attended: Array) -> Array:
+        """Adds attention's output `[..., H, G, D]` and the MLP to the residual `x` `[..., E]`."""
+        x = x + self.out(attended.reshape(*x.shape[:-1], -1))
+        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
+        return x + self.down(jax.nn.silu(gate) * up)
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm and head. `head` is None when the head is tied to the embedding."""
+
+    def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
+        kind = jnp.dtype(dtype)
+        self.config = config
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), kind))
+        self.layers = nnx.List([Layer(config, dtype=kind, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=kind)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=kind, rngs=rngs)
+        )
+
+    def embed(self, tokens: Array) -> Array:
+        """Embeds int32 tokens `[...]` to `[..., E]`."""
+        return self.embedding[...][tokens]
+
+    def logits(self, x: Array) -> Array:
+        """Logits of hidden states `[..., E]`: float32 `[..., V]`, whatever the weights' dtype."""
+        kernel = self.embedding[...] if self.head is None else self.head.kernel[...]
+        return jnp.einsum("...e,ve->...v", self.norm(x), kernel, preferred_element_type=jnp.float32)

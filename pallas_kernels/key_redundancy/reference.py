@@ -1,0 +1,53 @@
+"""How much each cached key resembles the others (R-KV, arXiv 2505.24133), in jnp, block by block."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.decode_attention.reference import MASKED
+
+BLOCK = 256
+
+
+def key_redundancy(k: Array, length: Array, *, threshold: float = 0.5, retain: str = "recent") -> Array:
+    """Softmax over the slots of the mean cosine similarity to all other keys.
+
+    For each key one similar key is spared: of the slots whose cosine exceeds `threshold`, the most recent one does
+    not count this key against itself. No `[C, C]` array is formed.
+
+    Args:
+        k: cached keys `[B, H, C, D]` in time order.
+        length: filled slots, int32 `[B, H]`.
+        threshold: cosine above which two keys are alike.
+        retain: "recent": as above. "last": the same, but a key without a similar one spares slot 0 (as the R-KV code
+            does). "first": every key spares slot 0 (as that code's "first" does).
+
+    Returns:
+        float32 `[B, H, C]`, summing to 1 over the filled slots, 0 beyond.
+    """
+    capacity = k.shape[2]
+    block = min(BLOCK, capacity)
+    padded = -(-capacity // block) * block
+    k = k.astype(jnp.float32)
+    unit = k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-6)
+    slot = jnp.arange(padded, dtype=jnp.int32)
+    unit = jnp.pad(unit, ((0, 0), (0, 0), (0, padded - capacity), (0, 0)))
+    unit = jnp.where((slot.reshape(1, 1, -1) < length[..., None])[..., None], unit, 0.0)
+    rows = slot.reshape(1, 1, -1, 1)
+
+    def add(j: Array, total: Array) -> Array:
+        other = lax.dynamic_slice_in_dim(unit, j * block, block, axis=2)
+        column = (j * block + jnp.arange(block, dtype=jnp.int32)).reshape(1, 1, 1, -1)
+        cosine = jnp.einsum("bhcd,bhed->bhce", unit, other)
+        cosine = jnp.where(rows == column, 0.0, cosine)
+        if retain == "first":
+            spared = jnp.zeros_like(column)
+        else:
+            none = -1 if retain == "recent" else 0
+            spared = jnp.max(jnp.where(cosine > threshold, rows, none), axis=2, keepdims=True)
+        return total + jnp.sum(jnp.where(rows == spared, 0.0, cosine), axis=-1)
+
+    total = lax.fori_loop(0, padded // block, add, jnp.zeros(unit.shape[:3], jnp.float32))[:, :, :capacity]
+    valid = slot[:capacity].reshape(1, 1, -1) < length[..., None]
+    mean = total / jnp.maximum(length, 1)[..., None].astype(jnp.float32)
+    return jnp.where(valid, jax.nn.softmax(jnp.where(valid, mean, MASKED), axis=-1), 0.0)

@@ -1,0 +1,215 @@
+"""Reads the recordings in tests/oracles and replays them: the policies they stand for, and caches made by hand.
+
+The recorded codes pad on the left, count padding towards the budget and compact a batch as soon as its longest row is
+over it. Here rows are aligned to their own first token, so padding is left out, and `LongestRow` reproduces the trigger.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import pallas_kernels
+from jkv.cache import Prompt, Slots, Token
+from jkv.policies.base import Policy
+from jkv.policies.full import Full
+from jkv.policies.gkv import GKV
+from jkv.policies.rkv import RKV
+from jkv.policies.snapkv import SnapKV
+from jkv.policies.streamingllm import StreamingLLM
+
+FOLDER = Path(__file__).parent / "oracles"
+
+
+class LongestRow:
+    """Compacts every row as soon as one of the batch is over the target."""
+
+    def due(self, slots: Slots) -> Array:
+        longest = jnp.max(slots.length, axis=0, keepdims=True)
+        return jnp.broadcast_to(longest > self.target(slots.seen)[:, None], slots.length.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestGKV(LongestRow, GKV):
+    """`GKV` in a batch of the recorded code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestRKV(LongestRow, RKV):
+    """`RKV` in a batch of the recorded code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestStreamingLLM(LongestRow, StreamingLLM):
+    """`StreamingLLM` in a batch of the recorded code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByScoreRKV(RKV):
+    """`RKV` with slots in descending order of score, then the window, also where nothing has to go."""
+
+    def due(self, slots: Slots) -> Array:
+        return slots.length >= self.target(slots.seen)[:, None]
+
+    def choose(self, score: Array, count: Array, most: int) -> Array:
+        index = super().choose(score, count, most)
+        rank = jnp.take_along_axis(score, jnp.minimum(index, score.shape[-1] - 1), axis=-1)
+        last = jnp.where(index == score.shape[-1], 2, jnp.where(rank == jnp.inf, 1, 0))
+        return lax.sort((last, jnp.where(last == 0, -rank, 0.0), index), num_keys=3)[2]
+
+
+def policy_of(config: Mapping[str, Any], *, batch: int, interval: int) -> Policy:
+    """The policy that a recording's configuration stands for."""
+    kind, tokens = config["algo"], {"interval": interval}
+    gkv, rkv, streaming = (LongestGKV, LongestRKV, LongestStreamingLLM) if batch > 1 else (GKV, RKV, StreamingLLM)
+    match kind:
+        case "full":
+            return Full()
+        case "streamingllm":
+            return streaming(budget=config["budget"], sink=config["first_tokens"], **tokens)
+        case "gkv_repo_streamingllm":
+            return streaming(budget=config["sink_len"] + config["window_size"], sink=config["sink_len"], **tokens)
+    tokens |= {"budget": config["budget"], "window": config["window_size"]}
+    if config.get("compress_mode") == "ratio":
+        tokens |= {"budget": config["compress_ratio"], "floor": config["budget"]}
+    match kind:
+        case "snapkv":
+            return RKV(lam=1.0, pool=config["kernel_size"], **tokens)
+        case "rkv":
+            retain = config["retain_direction"].removesuffix("_percent")
+            return ByScoreRKV(lam=config["mix_lambda"], pool=config.get("kernel_size", 7), retain=retain, **tokens)
+    assert kind == "gkv_repo_score", kind
+    pool = config.get("kernel_size", 5) if config["enable_pooling"] else 1
+    lam = config["mix_lambda"] if config["suppressing_redundancy"] else 1.0
+    if config["enable_score_cache"]:
+        return gkv(
+            alpha=config["alpha"],
+            smooth=config["smooth_method"],
+            lam=lam,
+            pool=pool,
+            normalize=not config["disable_norm"],
+            shift=config.get("gamma", 200.0) if config.get("attention_shift_indicator") else 0.0,
+            **tokens,
+        )
+    if not config["suppressing_redundancy"]:
+        return SnapKV(pool=pool, **tokens)
+    retain = "recent" if config.get("triton_similarity", True) else "last"
+    return rkv(lam=lam, pool=pool, reduce="probs", retain=retain, **tokens)
+
+
+def read(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Configuration and arrays of one recording."""
+    with np.load(FOLDER / f"{name}.npz") as file:
+        arrays = dict(file)
+    return json.loads(str(arrays.pop("config"))), arrays
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Recorded keys and queries, each row aligned to its first token.
+
+    Attributes:
+        k: `[B, H, T, D]`.
+        q: `[B, H, G, T, D]`.
+        pads: padding that stood before each row, `[B]`.
+        tokens: token ids, `[B, T]`, or None where no policy asks for them.
+    """
+
+    k: np.ndarray
+    q: np.ndarray
+    pads: np.ndarray
+    tokens: np.ndarray | None = None
+
+    @property
+    def v(self) -> np.ndarray:
+        """Values that name their token: eviction never looks at them, but they must move with their keys."""
+        return self.k[..., ::-1]
+
+
+@functools.cache
+def read_stream(name: str) -> Stream:
+    _, arrays = read(f"stream_{name}")
+    k, q, pads = arrays["keys"], arrays["queries"], np.sum(arrays["attention_mask"] == 0, axis=1)
+    q = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
+    aligned = [[np.roll(x[row], -pad, axis=-2) for row, pad in enumerate(pads)] for x in (k, q)]
+    return Stream(k=np.stack(aligned[0]), q=np.stack(aligned[1]), pads=pads)
+
+
+def prompt_of(stream: Stream, length: int) -> Prompt:
+    """The first `length` tokens of a stream, padding counted, as right-padded prompts."""
+    k, v, q = stream.k[:, :, :length], stream.v[:, :, :length], stream.q[:, :, :, :length]
+    tokens = np.zeros((k.shape[0], length), np.int32) if stream.tokens is None else stream.tokens[:, :length]
+    real = jnp.asarray(length - stream.pads, jnp.int32)
+    return Prompt(q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(v), k_pre=jnp.asarray(k), tokens=jnp.asarray(tokens), length=real)
+
+
+def slots_of(
+    stream: Stream, held: list[list[np.ndarray]], seen: np.ndarray, *, capacity: int, window: int, extra: dict[str, Any]
+) -> Slots:
+    """A cache made by hand.
+
+    Args:
+        stream: where keys, values and queries come from.
+        held: positions of each row and head, in cache order.
+        seen: tokens so far of each row, `[B]`.
+        capacity: slots.
+        window: observation window.
+        extra: by name, the value of an empty slot and arrays shaped as `held`.
+    """
+    batch, heads, _, dim = stream.k.shape
+    pos = np.full((batch, heads, capacity), -1, np.int32)
+    k, v = np.zeros((2, batch, heads, capacity, dim), np.float32)
+    beside = {name: np.full(pos.shape, empty, np.float32) for name, (empty, _) in extra.items()}
+    queries = np.zeros((batch, window, *stream.q.shape[1:3], dim), np.float32)
+    for row in range(batch):
+        for head in range(heads):
+            where = held[row][head]
+            size = len(where)
+            pos[row, head, :size] = where
+            k[row, head, :size], v[row, head, :size] = stream.k[row, head, where], stream.v[row, head, where]
+            for name, (_, values) in extra.items():
+                beside[name][row, head, :size] = values[row][head]
+        for p in range(max(seen[row] - window, 0), seen[row]):
+            queries[row, p % window] = stream.q[row, :, :, p]
+    length = np.array([[len(x) for x in row] for row in held], np.int32)
+    arrays = jax.tree.map(jnp.asarray, (k, v, pos, length, queries, beside))
+    return Slots(*arrays[:5], extra=arrays[5])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def feed(policy: Policy, store: Any, k: Array, v: Array, q: Array, tokens: Array, pos: Array) -> Any:
+    """Appends tokens one by one: k, v `[B, H, N, D]`, q `[B, H, G, N, D]`, tokens and pos int32 `[B, N]`."""
+
+    def step(store: Any, x: tuple[Array, ...]) -> tuple[Any, None]:
+        k, v, q, token, pos = x
+        active = jnp.ones(pos.shape, bool)
+        token = Token(q=q, k=k, v=v, k_pre=k, token=token, pos=pos, active=active)
+        return policy.observe(policy.append(store, token), token, None), None
+
+    axes = ((k, 2), (v, 2), (q, 3), (tokens, 1), (pos, 1))
+    return lax.scan(step, store, tuple(jnp.moveaxis(x, axis, 0) for x, axis in axes))[0]
+
+
+def feed_stream(policy: Policy, store: Any, stream: Stream, first: int, last: int) -> Any:
+    """Appends a stream's tokens `first` to `last - 1`, padding counted."""
+    place = np.arange(first, last, dtype=np.int32)[None] - stream.pads[:, None].astype(np.int32)
+
+    def cut(x: np.ndarray) -> Array:
+        index = place.reshape(len(place), *(1,) * (x.ndim - 3), -1, 1)
+        return jnp.asarray(np.take_along_axis(x, index, axis=-2))
+
+    tokens = np.zeros_like(place) if stream.tokens is None else np.take_along_axis(stream.tokens, place, axis=1)
+    arrays = cut(stream.k), cut(stream.v), cut(stream.q), jnp.asarray(tokens), jnp.asarray(place)
+    return feed(policy, store, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compact(policy: Policy, store: Any) -> Any:
+    return policy.compact(store)
