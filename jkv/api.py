@@ -420,7 +420,7 @@ def load(
         checkpoint=checkpoint,
         dtype=dtype,
         tokenizer=load_tokenizer(checkpoint.tokenizer),
-        decoder=checkpoints.load_parameters(checkpoint, dtype),
+        decoder=checkpoints.load_parameters(checkpoints.cached(checkpoint, dtype), dtype),
     )
 
 

@@ -91,6 +91,8 @@ def keep_programs() -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(platformdirs.user_cache_path("jkv") / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        # With a limit, jax locks the folder and writes whole files only.
+        jax.config.update("jax_compilation_cache_max_size", 4 << 30)
 
 
 def list_policies() -> str:

@@ -12,20 +12,27 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
 from jkv.attention import attend, attend_prompt
 from jkv.cache import Prompt, Token
-from jkv.config import CacheSpec
+from jkv.config import CacheSpec, ModelConfig
 from jkv.models import rope
 from jkv.models.decoder import Decoder, Layer
 from jkv.policies import Policy
 from jkv.sampling import Sampling, row_keys, sample
 
 LONGEST_BLOCK = 16
+Call = Callable[..., Any]  # function, static argument, arguments
 Drawn = tuple[Array, Array, Array | None]  # tokens, finite, logits or None
 T = TypeVar("T")
+
+
+def call_directly(function: Callable[..., Any], static: Any, *args: Any, **options: Any) -> Any:
+    """Calls a jitted function whose first argument is static."""
+    return function(static, *args, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -110,11 +117,21 @@ class Engine:
         interval = self.policy.interval or LONGEST_BLOCK
         return max(n for n in range(1, LONGEST_BLOCK + 1) if interval % n == 0)
 
-    @functools.partial(jax.jit, static_argnums=0)
     def prefill(
-        self, weights: nnx.State, tokens: Array, length: Array, limit: Array, row: Array, request: Request
+        self,
+        weights: nnx.State,
+        tokens: np.ndarray,
+        length: np.ndarray,
+        limit: np.ndarray,
+        row: np.ndarray,
+        request: Request,
+        *,
+        call: Call = call_directly,
     ) -> tuple[State, Output]:
         """Reads the prompts and samples the first token of each.
+
+        One program reads any of the layers, and is called for one after the other: no more than one layer's keys and
+        values of whole prompts are there at a time.
 
         Args:
             weights: parameters of the model.
@@ -123,29 +140,77 @@ class Engine:
             limit: tokens to sample at most, int32 `[B]`.
             row: id of each row, uint32 `[B]`.
             request: seed and eos ids.
+            call: how a jitted function is called.
         """
         model = nnx.merge(self.graph, weights)
-        stores = []
-        x = model.embed(tokens)
+        config, batch = model.config, tokens.shape[0]
+        # Made on the host, so that nothing is compiled for it.
+        length = np.asarray(length)
+        begin = {
+            "token": np.zeros(batch, np.int32),
+            "pos": length - 1,
+            "step": np.zeros(batch, np.int32),
+            "limit": limit,
+            "row": row,
+            "done": (length == 0) | (np.asarray(limit) == 0),
+            "seen": np.zeros((batch, config.vocab_size), bool) if self.sampling.repetition_penalty != 1 else None,
+        }
+        state = State(stores=(), shared=self.policy.shared(self.spec, batch), **jax.device_put(begin))
+        x = jax.device_put(np.zeros((*tokens.shape, config.hidden_size), model.embedding.dtype))
+        single, stores, out = single_graph(config), [], None
+        for index in range(config.num_layers):
+            part = single_layer(weights, index)
+            place = np.array([index == 0, index == config.num_layers - 1])
+            x, store, state, out = call(
+                Engine.read_layer, self, part, x, tokens, length, place, state, request, single=single
+            )
+            stores.append(store)
+        assert out is not None
+        return replace(state, stores=tuple(stores)), out
+
+    @functools.partial(jax.jit, static_argnums=0, static_argnames="single", donate_argnames=("x", "state"))
+    def read_layer(
+        self,
+        weights: nnx.State,
+        x: Array,
+        tokens: Array,
+        length: Array,
+        place: Array,
+        state: State,
+        request: Request,
+        *,
+        single: nnx.GraphDef[Decoder],
+    ) -> tuple[Array, Any, State, Output]:
+        """Reads the prompts with one layer: before the first they are embedded, after the last a token is drawn.
+
+        Args:
+            weights: parameters of the model with this layer alone.
+            x: residual `[B, T, E]`; its buffer is taken over.
+            tokens, length: as in `prefill`.
+            place: whether this is the first, and whether it is the last layer, bool `[2]`.
+            state: the batch without stores; its buffers are taken over.
+            request: seed and eos ids.
+            single: structure of a model with one layer; static.
+
+        Returns:
+            The residual, the layer's store, and, from the last layer, the batch and its first tokens.
+        """
+        model = nnx.merge(single, weights)
+        x = jnp.where(place[0], model.embed(tokens), x)
         cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-        for layer in model.layers:
-            x, prompt = read_prompt(layer, x, cos, sin, tokens, length, block=self.prefill_block)
-            stores.append(self.policy.ingest(self.spec, prompt))
-        last = jnp.maximum(length - 1, 0).reshape(-1, 1, 1)
-        state = State(
-            stores=tuple(stores),
-            shared=self.policy.shared(self.spec, tokens.shape[0]),
-            token=jnp.zeros_like(length),
-            pos=length - 1,
-            step=jnp.zeros_like(length),
-            limit=limit,
-            row=row,
-            done=(length == 0) | (limit == 0),
-            seen=self._mark_prompt(tokens, length, model.config.vocab_size),
-        )
-        state, out = self._draw(state, model.logits(jnp.take_along_axis(x, last, axis=1)[:, 0]), request)
-        token, finite, logits = jax.tree.map(lambda x: x[:, None], out)
-        return state, Output(token, finite, state.done, logits)
+        x, prompt = read_prompt(model.layers[0], x, cos, sin, tokens, length, block=self.prefill_block)
+        last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0).reshape(-1, 1, 1), axis=1)[:, 0]
+
+        def draw(value: tuple[State, Drawn]) -> tuple[State, Drawn]:
+            state = value[0]
+            if state.seen is not None:
+                state = replace(state, seen=mark_tokens(state.seen, tokens, length))
+            return self._draw(state, model.logits(last), request)
+
+        nothing = self._draw_nothing(tokens.shape[:1], model.config.vocab_size)
+        state, drawn = run_if(place[1], draw, (state, nothing))
+        token, finite, logits = jax.tree.map(lambda y: y[:, None], drawn)
+        return x, self.policy.ingest(self.spec, prompt), state, Output(token, finite, state.done, logits)
 
     @functools.partial(jax.jit, static_argnums=0, static_argnames="steps", donate_argnames="state")
     def decode(self, weights: nnx.State, state: State, request: Request, *, steps: int) -> tuple[State, Output]:
@@ -158,12 +223,7 @@ class Engine:
             steps: tokens to decode; static.
         """
         model = nnx.merge(self.graph, weights)
-        batch, vocab = state.token.shape[0], model.config.vocab_size
-        nothing = (
-            jnp.full((steps, batch), -1, jnp.int32),
-            jnp.ones((steps, batch), bool),
-            jnp.zeros((steps, batch, vocab), jnp.float32) if self.keep_logits else None,
-        )
+        nothing = self._draw_nothing((steps, state.token.shape[0]), model.config.vocab_size)
 
         def step(state: State, _: None) -> tuple[State, Drawn]:
             return self._draw(*self._decode_step(model, state), request)
@@ -175,9 +235,9 @@ class Engine:
         tokens, finite, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
         return state, Output(tokens, finite, state.done, logits)
 
-    def compact(self, state: State) -> State:
+    def compact(self, state: State, *, call: Call = call_directly) -> State:
         """Ends an interval: compacts every layer's store, one after the other, by one program for all layers."""
-        return replace(state, stores=tuple(compact_store(self.policy, store) for store in state.stores))
+        return replace(state, stores=tuple(call(compact_store, self.policy, store) for store in state.stores))
 
     def _decode_step(self, model: Decoder, state: State) -> tuple[State, Array]:
         """Feeds each row's last token through the layers: the new state and the logits `[B, V]`."""
@@ -216,13 +276,28 @@ class Engine:
         finite = jnp.all(jnp.isfinite(logits), axis=-1) | ~active
         return state, (jnp.where(active, token, -1), finite, logits if self.keep_logits else None)
 
-    def _mark_prompt(self, tokens: Array, length: Array, vocab: int) -> Array | None:
-        if self.sampling.repetition_penalty == 1:
-            return None
-        batch, longest = tokens.shape
-        real = jnp.arange(longest, dtype=jnp.int32)[None] < length[:, None]
-        row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        return jnp.zeros((batch, vocab), bool).at[row, tokens].max(real)
+    def _draw_nothing(self, shape: tuple[int, ...], vocab: int) -> Drawn:
+        """What `_draw` reports of rows that have ended."""
+        kept = jnp.zeros((*shape, vocab), jnp.float32) if self.keep_logits else None
+        return jnp.full(shape, -1, jnp.int32), jnp.ones(shape, bool), kept
+
+
+@functools.lru_cache
+def single_graph(config: ModelConfig) -> nnx.GraphDef[Decoder]:
+    """Structure of a model with a single layer."""
+    return nnx.split(Decoder(replace(config, num_layers=1)))[0]
+
+
+def single_layer(weights: nnx.State, index: int) -> nnx.State:
+    """Parameters of a model of which only the layer at `index` is left."""
+    return nnx.State({**weights, "layers": nnx.State({0: weights["layers"][index]})})
+
+
+def mark_tokens(seen: Array, tokens: Array, length: Array) -> Array:
+    """`seen` bool `[B, V]` with each row's first `length` of `tokens` int32 `[B, T]` marked."""
+    batch, longest = tokens.shape
+    real = jnp.arange(longest, dtype=jnp.int32)[None] < length[:, None]
+    return seen.at[jnp.arange(batch, dtype=jnp.int32)[:, None], tokens].max(real)
 
 
 def read_prompt(

@@ -33,8 +33,7 @@ class Programs:
 
     def compile(self, function: Any, static: Any, *args: Any, **options: Any) -> Any:
         """The compiled program of a jitted function whose first argument and `options` are static."""
-        # Weights come first where there are any; they are the same in every call and too many to look at.
-        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[1:] or args))
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
         key = (function, static, tuple(options.items()), shapes)
         if key not in self._compiled:
             start = time.perf_counter()
@@ -116,7 +115,7 @@ class Batch:
             state, out = self.programs.call(Engine.decode, engine, self.weights, state, self.request, steps=steps)
             decoded = (index + 1) * steps
             if engine.policy.interval and decoded % engine.policy.interval == 0:
-                state = self._compact(state)
+                state = engine.compact(state, call=self.programs.call)
                 self._report(state, decoded)
             if running is not None:
                 yield self._fetch(running[1], running[0])
@@ -133,13 +132,7 @@ class Batch:
             tokens[row, : len(prompt)] = prompt
         length = np.array([len(prompt) for prompt in self.prompts], np.int32)
         arrays = (tokens, length, np.array(self.limits, np.int32), np.array(self.rows, np.uint32))
-        return self.programs.call(
-            Engine.prefill, self.engine, self.weights, *(jnp.asarray(x) for x in arrays), self.request
-        )
-
-    def _compact(self, state: State) -> State:
-        stores = tuple(self.programs.call(compact_store, self.engine.policy, store) for store in state.stores)
-        return replace(state, stores=stores)
+        return self.engine.prefill(self.weights, *arrays, self.request, call=self.programs.call)
 
     def _end_stopped(self, state: State) -> State:
         if not self._stopped:

@@ -57,7 +57,7 @@ def make_plan(config: ModelConfig, policy: Policy, spec: CacheSpec, *, batch: in
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of a model's parameters in `dtype`."""
-    return _nbytes(nnx.state(nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))))
+    return _nbytes(nnx.state(Decoder(config, dtype=dtype)))
 
 
 def memory_limit() -> int:

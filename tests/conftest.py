@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if is_chosen(config, "gpu"):
         jax.config.update("jax_platforms", "cuda,cpu")
+        if jax.default_backend() != "gpu":
+            raise pytest.UsageError("-m gpu: jax finds no GPU; needs a machine with one and the cuda extra")
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for commands that tests start
         jax.config.update("jax_platforms", "cpu")
@@ -41,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not is_chosen(config, marker):
             skip = pytest.mark.skip(reason=f"choose it with -m {marker}")
             for item in items:
-                if marker in item.keywords:
+                if item.get_closest_marker(marker):
                     item.add_marker(skip)
 
 

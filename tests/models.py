@@ -45,7 +45,7 @@ def tiny(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Decoder:
     if family == "qwen3":
         sizes |= {"hidden_size": 48, "qk_norm": True}
     config = ModelConfig(model_type=family, **sizes | {"qkv_bias": family == "qwen2"} | changes)
-    graph, weights = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(Decoder(config))
     rng = np.random.default_rng(seed)
 
     def draw(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
@@ -57,7 +57,7 @@ def tiny(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Decoder:
             return jnp.asarray(0.5 * noise)
         if "embedding" in name:
             return jnp.asarray(noise)
-        return jnp.asarray(1.6 * x.shape[1] ** -0.5 * noise)
+        return jnp.asarray(1.3 * x.shape[1] ** -0.5 * noise)
 
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, weights))
 

@@ -1,13 +1,13 @@
 """Reads the recordings in tests/oracles and replays them: the policies they stand for, and caches made by hand.
 
 The recorded codes pad on the left, count padding towards the budget and compact a batch as soon as its longest row is
-over it. Here rows are aligned to their own first token, so padding is left out, and `LongestRow` reproduces the trigger.
+over it. Here rows are aligned to their first token, so that padding is left out, and `LongestRow` repeats the trigger.
 """
 
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import pallas_kernels
 from jkv.cache import Prompt, Slots, Token
 from jkv.policies.base import Policy
 from jkv.policies.full import Full
@@ -33,7 +32,7 @@ class LongestRow:
 
     def due(self, slots: Slots) -> Array:
         longest = jnp.max(slots.length, axis=0, keepdims=True)
-        return jnp.broadcast_to(longest > self.target(slots.seen)[:, None], slots.length.shape)
+        return jnp.broadcast_to(longest > self.target(slots.seen)[:, None], slots.length.shape)  # type: ignore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class LongestStreamingLLM(LongestRow, StreamingLLM):
 
 @dataclass(frozen=True, kw_only=True)
 class ByScoreRKV(RKV):
-    """`RKV` with slots in descending order of score, then the window, also where nothing has to go."""
+    """`RKV` as its authors' code leaves the cache: by descending score, then the window, even if nothing has to go."""
 
     def due(self, slots: Slots) -> Array:
         return slots.length >= self.target(slots.seen)[:, None]
@@ -61,8 +60,8 @@ class ByScoreRKV(RKV):
     def choose(self, score: Array, count: Array, most: int) -> Array:
         index = super().choose(score, count, most)
         rank = jnp.take_along_axis(score, jnp.minimum(index, score.shape[-1] - 1), axis=-1)
-        last = jnp.where(index == score.shape[-1], 2, jnp.where(rank == jnp.inf, 1, 0))
-        return lax.sort((last, jnp.where(last == 0, -rank, 0.0), index), num_keys=3)[2]
+        place = jnp.where(index == score.shape[-1], 2, jnp.where(rank == jnp.inf, 1, 0))
+        return lax.sort((place, jnp.where(place == 0, -rank, 0.0), index), num_keys=3)[2]
 
 
 def policy_of(config: Mapping[str, Any], *, batch: int, interval: int) -> Policy:
@@ -72,9 +71,9 @@ def policy_of(config: Mapping[str, Any], *, batch: int, interval: int) -> Policy
     match kind:
         case "full":
             return Full()
-        case "streamingllm":
+        case "streamingllm" | "rkvstream":
             return streaming(budget=config["budget"], sink=config["first_tokens"], **tokens)
-        case "gkv_repo_streamingllm":
+        case "gkv_repo_streamingllm" | "gkvstream":
             return streaming(budget=config["sink_len"] + config["window_size"], sink=config["sink_len"], **tokens)
     tokens |= {"budget": config["budget"], "window": config["window_size"]}
     if config.get("compress_mode") == "ratio":
@@ -83,9 +82,10 @@ def policy_of(config: Mapping[str, Any], *, batch: int, interval: int) -> Policy
         case "snapkv":
             return RKV(lam=1.0, pool=config["kernel_size"], **tokens)
         case "rkv":
+            # Its "percent" directions gave the same numbers as the plain ones.
             retain = config["retain_direction"].removesuffix("_percent")
             return ByScoreRKV(lam=config["mix_lambda"], pool=config.get("kernel_size", 7), retain=retain, **tokens)
-    assert kind == "gkv_repo_score", kind
+    assert kind in ("gkv_repo_score", "gkv"), kind
     pool = config.get("kernel_size", 5) if config["enable_pooling"] else 1
     lam = config["mix_lambda"] if config["suppressing_redundancy"] else 1.0
     if config["enable_score_cache"]:
@@ -104,9 +104,9 @@ def policy_of(config: Mapping[str, Any], *, batch: int, interval: int) -> Policy
     return rkv(lam=lam, pool=pool, reduce="probs", retain=retain, **tokens)
 
 
-def read(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Configuration and arrays of one recording."""
-    with np.load(FOLDER / f"{name}.npz") as file:
+    with np.load(path) as file:
         arrays = dict(file)
     return json.loads(str(arrays.pop("config"))), arrays
 
@@ -118,36 +118,41 @@ class Stream:
     Attributes:
         k: `[B, H, T, D]`.
         q: `[B, H, G, T, D]`.
+        tokens: token ids, `[B, T]`.
         pads: padding that stood before each row, `[B]`.
-        tokens: token ids, `[B, T]`, or None where no policy asks for them.
     """
 
     k: np.ndarray
     q: np.ndarray
+    tokens: np.ndarray
     pads: np.ndarray
-    tokens: np.ndarray | None = None
 
     @property
     def v(self) -> np.ndarray:
-        """Values that name their token: eviction never looks at them, but they must move with their keys."""
+        """Values that tell tokens apart: eviction does not look at them, but they move with their keys."""
         return self.k[..., ::-1]
+
+
+def align(x: np.ndarray, pads: np.ndarray, axis: int) -> np.ndarray:
+    """Moves each row's padding from its left to its right."""
+    return np.stack([np.roll(row, -pad, axis=axis) for row, pad in zip(x, pads, strict=True)])
 
 
 @functools.cache
 def read_stream(name: str) -> Stream:
-    _, arrays = read(f"stream_{name}")
-    k, q, pads = arrays["keys"], arrays["queries"], np.sum(arrays["attention_mask"] == 0, axis=1)
+    _, arrays = read(FOLDER / "streams" / f"{name}.npz")
+    k, q, mask = arrays["keys"], arrays["queries"], arrays["attention_mask"]
+    pads = np.sum(mask == 0, axis=1)
     q = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
-    aligned = [[np.roll(x[row], -pad, axis=-2) for row, pad in enumerate(pads)] for x in (k, q)]
-    return Stream(k=np.stack(aligned[0]), q=np.stack(aligned[1]), pads=pads)
+    return Stream(k=align(k, pads, -2), q=align(q, pads, -2), tokens=np.zeros(mask.shape, np.int32), pads=pads)
 
 
 def prompt_of(stream: Stream, length: int) -> Prompt:
     """The first `length` tokens of a stream, padding counted, as right-padded prompts."""
     k, v, q = stream.k[:, :, :length], stream.v[:, :, :length], stream.q[:, :, :, :length]
-    tokens = np.zeros((k.shape[0], length), np.int32) if stream.tokens is None else stream.tokens[:, :length]
-    real = jnp.asarray(length - stream.pads, jnp.int32)
-    return Prompt(q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(v), k_pre=jnp.asarray(k), tokens=jnp.asarray(tokens), length=real)
+    arrays = {"q": q, "k": k, "v": v, "k_pre": k, "tokens": stream.tokens[:, :length], "length": length - stream.pads}
+    arrays["length"] = arrays["length"].astype(np.int32)
+    return Prompt(**{name: jnp.asarray(x) for name, x in arrays.items()})
 
 
 def slots_of(
@@ -189,8 +194,7 @@ def feed(policy: Policy, store: Any, k: Array, v: Array, q: Array, tokens: Array
 
     def step(store: Any, x: tuple[Array, ...]) -> tuple[Any, None]:
         k, v, q, token, pos = x
-        active = jnp.ones(pos.shape, bool)
-        token = Token(q=q, k=k, v=v, k_pre=k, token=token, pos=pos, active=active)
+        token = Token(q=q, k=k, v=v, k_pre=k, token=token, pos=pos, active=jnp.ones(pos.shape, bool))
         return policy.observe(policy.append(store, token), token, None), None
 
     axes = ((k, 2), (v, 2), (q, 3), (tokens, 1), (pos, 1))
@@ -205,11 +209,11 @@ def feed_stream(policy: Policy, store: Any, stream: Stream, first: int, last: in
         index = place.reshape(len(place), *(1,) * (x.ndim - 3), -1, 1)
         return jnp.asarray(np.take_along_axis(x, index, axis=-2))
 
-    tokens = np.zeros_like(place) if stream.tokens is None else np.take_along_axis(stream.tokens, place, axis=1)
-    arrays = cut(stream.k), cut(stream.v), cut(stream.q), jnp.asarray(tokens), jnp.asarray(place)
-    return feed(policy, store, *arrays)
+    tokens = jnp.asarray(np.take_along_axis(stream.tokens, place, axis=1))
+    return feed(policy, store, cut(stream.k), cut(stream.v), cut(stream.q), tokens, jnp.asarray(place))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compact(policy: Policy, store: Any) -> Any:
-    return policy.compact(store)
+def kept_by(slots: Slots) -> list[list[np.ndarray]]:
+    """Positions that each row and head holds, in cache order."""
+    pos, length = np.asarray(slots.pos), np.asarray(slots.length)
+    return [[pos[row, head, :size] for head, size in enumerate(sizes)] for row, sizes in enumerate(length)]

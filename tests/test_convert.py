@@ -84,9 +84,12 @@ def test_a_converted_model_is_the_same_model(tmp_path, values, dtype):
 def test_orbax_itself_restores_it(tmp_path, sources):
     folder = convert(sources["old"], tmp_path / "out")
     (data,) = folder.glob("data-*")
+    wanted = parameters(sources["old"])
+    device = ocp.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        restored = checkpointer.restore(data / "parameters")
-    assert_same({path: np.asarray(array) for path, array in restored.items()}, parameters(sources["old"]))
+        how = ocp.args.PyTreeRestore(restore_args=dict.fromkeys(wanted, device))
+        restored = checkpointer.restore(data / "parameters", args=how)
+    assert_same({path: np.asarray(array) for path, array in restored.items()}, wanted)
 
 
 def test_a_converted_model_can_be_converted_again(tmp_path, sources):
@@ -144,9 +147,8 @@ def die_at(step: str, monkeypatch) -> None:
         monkeypatch.setattr(Path, step.removeprefix("Path."), die)
     elif step.startswith("_"):
         monkeypatch.setattr(checkpoints, step, die)
-    untouched = SimpleNamespace(**vars(shutil)) if not step.startswith("rmtree") else SimpleNamespace(**vars(shutil))
-    untouched.rmtree = die if step.startswith("rmtree") else lambda *_, **__: None
-    monkeypatch.setattr(checkpoints, "shutil", untouched)
+    nothing = die if step.startswith("rmtree") else lambda *_, **__: None
+    monkeypatch.setattr(checkpoints, "shutil", SimpleNamespace(**{**vars(shutil), "rmtree": nothing}))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -203,19 +205,33 @@ def small_files() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, old)
 
 
+def assert_refused(model: Path, out: Path, capfd) -> str:
+    assert main([str(model), str(out), "--overwrite"]) == 2
+    *_, message = capfd.readouterr().err.splitlines()
+    assert message.startswith(f"error: {out}: cannot be written (") and message.endswith("unchanged")
+    return message
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_write_that_fails_leaves_nothing_behind(existing, sources, small_files, overwrite, capfd):
+def test_a_disk_that_takes_no_more_is_seen_at_once(existing, sources, small_files, overwrite, capfd):
     out = existing if overwrite else existing.parent / "other"
-    assert main([str(sources["new"]), str(out), *(["--overwrite"] if overwrite else [])]) == 2
-    message = capfd.readouterr().err.splitlines()[-1]
-    assert message.startswith(f"error: {out}: cannot be written (") and "unchanged" in message
+    assert_refused(sources["new"], out, capfd)
+    assert model_in(existing, sources) == "old" and list(existing.parent.iterdir()) == [existing]
+
+
+def test_a_disk_that_fills_up_in_between_leaves_nothing_behind(existing, sources, monkeypatch, capfd):
+    def fill(_, folder: Path, **__) -> None:
+        folder.mkdir()
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write 203392 bytes to file 17: No space left on device")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", fill)
+    assert "no space left" in assert_refused(sources["new"], existing, capfd)
     assert model_in(existing, sources) == "old" and list(existing.parent.iterdir()) == [existing]
 
 
 def test_a_full_disk_is_seen_before_it_is_filled(existing, sources, monkeypatch, capfd):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    assert main([str(sources["new"]), str(existing), "--overwrite"]) == 2
-    assert "no space left: 2 MB needed, 1 MB free" in capfd.readouterr().err
+    assert "no space left: 2 MB needed, 1 MB free" in assert_refused(sources["new"], existing, capfd)
     assert model_in(existing, sources) == "old" and list(existing.parent.iterdir()) == [existing]
 
 
@@ -297,8 +313,8 @@ def test_the_command_reports_what_it_does_and_nothing_else(tmp_path, sources, ca
     assert main([str(sources["old"]), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     out, err = capfd.readouterr()
     lines = err.splitlines()
-    assert out == "" and [line.split()[0] for line in lines] == ["reading", "writing", "wrote"]
-    assert str(sources["old"]) in lines[0] and "MB, float32" in lines[0] and "bfloat16" in lines[1]
+    assert out == "" and [line.split()[0] for line in lines] == ["reading", "writing", "done"]
+    assert str(sources["old"]) in lines[0] and "MB, float32" in lines[0] and "MB, bfloat16" in lines[1]
 
 
 def test_the_command_runs_as_a_module_and_refuses_in_one_line(existing, sources):

@@ -17,6 +17,7 @@ from jkv.policies import Evict, Policy, entry, names
 BUDGET, WINDOW, SINK, INTERVAL, NEW = 12, 4, 2, 6, 19
 # Shorter than the window, longer than the budget by more than an interval, and just below the budget.
 LENGTHS = (3, 29, 11)
+SPARE = {"sepllm": 1}  # slots of the budget that a policy may leave empty
 EVICTORS = [name for name in names() if isinstance(entry(name).policy, Evict)]
 
 every_policy = pytest.mark.parametrize("name", names())
@@ -70,8 +71,9 @@ def worst(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.abs(a - b)))
 
 
-def check_kept(trace: Trace, policy: Evict, lengths: tuple[int, ...], budget=lambda seen: BUDGET) -> None:
+def check_kept(trace: Trace, name: str, lengths: tuple[int, ...], budget=lambda seen: BUDGET) -> None:
     """What every evicting policy promises about the positions it keeps."""
+    policy, spare = small(name), SPARE.get(name, 0)
     for step, seen, positions in trace.kept:
         np.testing.assert_array_equal(seen, np.array(lengths) + step)
         for index in np.ndindex(positions.shape[:3]):
@@ -80,7 +82,8 @@ def check_kept(trace: Trace, policy: Evict, lengths: tuple[int, ...], budget=lam
             held, empty = held[:count], held[count:]
             assert np.all(empty == -1)
             assert np.all(np.diff(held) > 0), "positions are not in the order of the text"
-            assert count == min(tokens, budget(tokens)), f"{count} slots held of {tokens} tokens"
+            most = budget(tokens)
+            assert count == tokens < most or most - spare <= count <= min(tokens, most)
             first, last = range(min(policy.sink, tokens)), range(max(tokens - policy.protected, 0), tokens)
             assert {*first, *last} <= {*held.tolist()}, "a sink or a window token is gone"
             assert held[-1] == tokens - 1
@@ -111,12 +114,6 @@ def test_a_budget_that_holds_the_text_changes_nothing(kind, name):
     assert worst(outcome(name, kind, lengths).logits[:, :8], outcome("full", kind, lengths).logits[:, :8]) <= 1e-5
 
 
-@every_evictor
-def test_a_large_budget_changes_nothing(name):
-    trace = run(model_of("llama"), small(name, budget=64), prompts(*LENGTHS), NEW)
-    assert worst(trace.logits, outcome("full").logits) <= 1e-5
-
-
 @every_kind
 @every_evictor
 def test_a_small_budget_changes_logits(kind, name):
@@ -139,9 +136,10 @@ def test_a_row_does_not_depend_on_its_batch(kind, name):
 
 
 @every_policy
-def test_a_row_does_not_depend_on_the_size_of_its_batch(name):
+def test_a_row_does_not_depend_on_the_size_of_batch_and_block(name):
+    policy = small(name)
     for row in (0, 1):
-        alone = run(model_of("llama"), small(name), prompts(LENGTHS[row]), NEW)
+        alone = run(model_of("llama"), policy, prompts(LENGTHS[row]), NEW, steps=policy.interval or 9)
         check_same_row(alone, 0, outcome(name), row)
 
 
@@ -156,8 +154,8 @@ def check_same_row(a: Trace, i: int, b: Trace, j: int) -> None:
 @every_evictor
 def test_the_cache_never_exceeds_budget_and_interval(kind, name):
     trace = outcome(name, kind)
-    assert trace.held.max() == BUDGET + INTERVAL
-    check_kept(trace, small(name), LENGTHS)
+    assert BUDGET + INTERVAL - SPARE.get(name, 0) <= trace.held.max() <= BUDGET + INTERVAL
+    check_kept(trace, name, LENGTHS)
     for store in trace.state.stores:
         assert store.k.shape == (3, 2, BUDGET + INTERVAL, 16)
     np.testing.assert_array_equal(trace.state.pos, np.array(LENGTHS) + NEW - 1)
@@ -169,14 +167,6 @@ def test_a_run_repeats_bit_for_bit(kind, name):
     again = run(model_of(kind), small(name), prompts(*LENGTHS), NEW)
     np.testing.assert_array_equal(again.logits, outcome(name, kind).logits)
     assert all(np.array_equal(a[2], b[2]) for a, b in zip(again.kept, outcome(name, kind).kept, strict=True))
-
-
-@every_policy
-def test_blocks_of_steps_equal_single_steps(name):
-    policy = small(name)
-    blocks = run(model_of("llama"), policy, prompts(*LENGTHS), NEW, steps=policy.interval or 9)
-    np.testing.assert_array_equal(blocks.tokens, outcome(name).tokens)
-    assert worst(blocks.logits, outcome(name).logits) <= 1e-5
 
 
 @every_kind
@@ -206,7 +196,7 @@ def test_a_row_that_ends_leaves_the_others_alone(kind, name):
 def test_nan_in_a_row_stays_in_that_row(kind, name):
     together = outcome(name, kind)
     used = {*together.tokens.ravel().tolist(), *sum(prompts(*LENGTHS), [])}
-    bad = min(set(range(64)) - used)
+    bad = max(set(range(64)) - used)
     model = tiny(kind)
     model.embedding[...] = model.embedding[...].at[bad].set(jnp.nan)
     rows = prompts(*LENGTHS)
@@ -218,13 +208,6 @@ def test_nan_in_a_row_stays_in_that_row(kind, name):
 
 
 @every_policy
-def test_no_nan_is_made_on_the_way(name):
-    with jax.debug_nans(True):
-        trace = run(model_of("llama"), small(name), [prompt(3), prompt(29), []], NEW)
-    np.testing.assert_array_equal(trace.tokens[:2], outcome(name).tokens[:2])
-
-
-@every_policy
 @pytest.mark.parametrize("lengths", [(BUDGET - 1, BUDGET, BUDGET + 1), (WINDOW, WINDOW + 1, 1)])
 def test_prompts_about_as_long_as_budget_and_window(name, lengths):
     trace, policy = outcome(name, "llama", lengths), small(name)
@@ -233,16 +216,16 @@ def test_prompts_about_as_long_as_budget_and_window(name, lengths):
         expected, _ = dense(model_of("llama"), text, visible(trace, row, length, len(text)))
         assert worst(trace.logits[row], expected[length - 1 :]) < 1e-4
     if isinstance(policy, Evict):
-        check_kept(trace, policy, lengths)  # a prompt that fits is kept whole and in order
+        check_kept(trace, name, lengths)  # a prompt that fits is kept whole and in order
 
 
 @every_evictor
 def test_without_an_interval_only_the_prompt_is_compacted(name):
     policy = small(name, interval=0)
-    trace = run(model_of("llama"), policy, prompts(*LENGTHS), NEW)
-    check_kept(trace, policy, LENGTHS)
+    trace = run(model_of("llama"), policy, prompts(*LENGTHS), NEW, steps=9)
+    check_kept(trace, name, LENGTHS)
     assert len(trace.kept) == 1
-    np.testing.assert_array_equal(trace.held[-1], trace.held[0] + NEW - 2)
+    np.testing.assert_array_equal(trace.held[-1], trace.held[0] + 9)
     text = text_of(trace, 1)
     expected, _ = dense(model_of("llama"), text, visible(trace, 1, LENGTHS[1], len(text)))
     assert worst(trace.logits[1], expected[LENGTHS[1] - 1 :]) < 1e-4
@@ -250,10 +233,13 @@ def test_without_an_interval_only_the_prompt_is_compacted(name):
 
 @every_evictor
 def test_a_share_as_budget_grows_with_the_text(name):
-    policy = small(name, budget=0.4, floor=9)
-    trace = run(model_of("llama"), policy, prompts(*LENGTHS), NEW)
-    check_kept(trace, policy, LENGTHS, lambda seen: max(9, seen * 2 // 5))
-    assert {int((kept[2][0, 1, 0] >= 0).sum()) for kept in trace.kept} == {11, 14, 16, 18}
+    rows = [*prompts(*LENGTHS), []]
+    with jax.debug_nans(True):  # nor may an idle row or a padded prompt make one that is masked later
+        trace = run(model_of("llama"), small(name, budget=0.4, floor=9), rows, NEW)
+    trace.kept = [(step, seen[:3], positions[:, :3]) for step, seen, positions in trace.kept]
+    check_kept(trace, name, LENGTHS, lambda seen: max(9, seen * 2 // 5))
+    counts = [int(np.sum(positions[0, 1, 0] >= 0)) for _, _, positions in trace.kept]
+    assert counts == [count - SPARE.get(name, 0) for count in (11, 14, 16, 18)]
     text = text_of(trace, 1)
     expected, _ = dense(model_of("llama"), text, visible(trace, 1, LENGTHS[1], len(text)))
     assert worst(trace.logits[1], expected[LENGTHS[1] - 1 :]) < 1e-4
@@ -291,14 +277,14 @@ def ingest(policy: Policy, asked: Prompt):
 
 @every_evictor
 def test_equal_keys_give_a_choice_and_no_nan(name):
-    policy = small(name)
-    store = ingest(policy, make_prompt(np.ones((3, 2, 24, 16)), [24, 0, 20]))
-    np.testing.assert_array_equal(store.length, [[BUDGET] * 2, [0] * 2, [BUDGET] * 2])
+    store = ingest(small(name), make_prompt(np.ones((3, 2, 24, 16)), [24, 0, 20]))
+    count = BUDGET - SPARE.get(name, 0)
+    np.testing.assert_array_equal(store.length, [[count] * 2, [0] * 2, [count] * 2])
     for row, length in ((0, 24), (2, 20)):
-        held = np.asarray(store.pos[row, :, :BUDGET])
+        held = np.asarray(store.pos[row, :, :count])
         assert np.all(np.diff(held) > 0)
-        np.testing.assert_array_equal(held[:, -policy.protected or BUDGET :][:, -1], length - 1)
-    assert all(np.isfinite(x[[0, 2], :, :BUDGET]).all() for x in store.extra.values())
+        np.testing.assert_array_equal(held[:, -1], length - 1)
+    assert all(np.isfinite(x).all() for x in store.extra.values())
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "snapkv@gkv"])
@@ -359,7 +345,7 @@ def test_a_score_of_minus_infinity_drops_a_token_that_the_budget_would_hold():
 
 
 def test_a_score_of_the_wrong_shape_names_its_policy():
-    with pytest.raises(ValueError, match=r"policy Scripted: score returned shape \(1, 2, 31\), expected .* \(1, 2, 32\)"):
+    with pytest.raises(ValueError, match=r"policy Scripted: score .*\(1, 2, 31\).*\(1, 2, 32\)"):
         held_by("shape")
 
 

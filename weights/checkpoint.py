@@ -4,7 +4,7 @@ A folder written here holds checkpoint.json and one data folder, which checkpoin
 
     OUT/checkpoint.json                 format, dtype, config, generation config, source
     OUT/data-1f3c9a20/parameters/       Orbax: one parameter a folder
-    OUT/data-1f3c9a20/tokenizer.json    and the other tokenizer files, config.json
+    OUT/data-1f3c9a20/tokenizer.json    and the other tokenizer files
 
 Everything is first written to a folder beside OUT, which is then renamed to OUT. Where OUT is a checkpoint already, the
 new data folder is moved into it and checkpoint.json replaced in one step: whenever the writer dies, OUT is the old
@@ -20,6 +20,8 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,7 @@ VERSION = 1
 
 _PARAMETERS = "parameters"
 _MARGIN = 1 << 20  # bytes of disk for everything beside the parameters
+_PAUSE = 0.2  # seconds in which writes beside one that failed come to their end, so that what is removed stays so
 
 
 def save_orbax(
@@ -62,7 +65,7 @@ def save_orbax(
     staging = folder.parent / f".{folder.name}.{data}.partial"
     try:
         (staging / data).mkdir(parents=True)
-        _check_space(folder.parent, sum(array.nbytes for array in arrays.values()))
+        _check_space(staging, sum(array.nbytes for array in arrays.values()) + _MARGIN)
         _write_arrays(arrays, staging / data / _PARAMETERS)
         _copy_tokenizer(source, staging / data)
         _write_metadata(staging / METADATA, _metadata(source, dtype=dtype, data=data))
@@ -133,6 +136,7 @@ def _write_arrays(arrays: Mapping[str, Array], folder: Path) -> None:
         try:
             checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
         except ValueError as error:  # how tensorstore reports what the disk says
+            time.sleep(_PAUSE)
             full = "No space left" in str(error)
             raise OSError("no space left" if full else str(error).splitlines()[0]) from error
 
@@ -150,8 +154,11 @@ def _quiet_absl() -> Iterator[None]:
 
 def _check_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
-    if free < size + _MARGIN:
-        raise OSError(errno.ENOSPC, f"no space left: {(size + _MARGIN) / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
+    if free < size:
+        raise OSError(errno.ENOSPC, f"no space left: {size / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
+    if hasattr(os, "posix_fallocate"):  # which runs into quotas and limits too
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _copy_tokenizer(source: Checkpoint, folder: Path) -> None:

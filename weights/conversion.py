@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,14 @@ CACHE_LIMIT = 4 << 30
 logger = logging.getLogger(__name__)
 
 
-def convert(checkpoint: Checkpoint, folder: Path, *, dtype: str = "auto", overwrite: bool = False) -> None:
+def convert(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    report: Callable[[str], None] = logger.info,
+) -> None:
     """Loads a checkpoint and writes it as an Orbax checkpoint.
 
     Args:
@@ -26,13 +34,19 @@ def convert(checkpoint: Checkpoint, folder: Path, *, dtype: str = "auto", overwr
         folder: to make.
         dtype: of the stored parameters; "auto" is the checkpoint's own.
         overwrite: replace a converted checkpoint that is there; until the new one is whole, the old one stays.
+        report: is told of each step in a line.
 
     Raises:
         ValueError: the weights do not fit the config, or the folder exists or cannot be written.
     """
     check_target(folder.expanduser(), overwrite=overwrite)
+    dtype = resolve_dtype(checkpoint, dtype)
+    revision = f" at {checkpoint.revision}" if checkpoint.revision else ""
+    report(f"reading {checkpoint.path}{revision} ({checkpoint.size / 1e6:.1f} MB, {checkpoint.dtype})")
     arrays = parameter_arrays(load_parameters(checkpoint, dtype))
-    save_orbax(arrays, folder, source=checkpoint, dtype=resolve_dtype(checkpoint, dtype), overwrite=overwrite)
+    size = sum(array.nbytes for array in arrays.values())
+    report(f"writing {folder} ({size / 1e6:.1f} MB, {dtype})")
+    save_orbax(arrays, folder, source=checkpoint, dtype=dtype, overwrite=overwrite)
 
 
 def cached(checkpoint: Checkpoint, dtype: str = "auto") -> Checkpoint:
@@ -56,7 +70,6 @@ def cached(checkpoint: Checkpoint, dtype: str = "auto") -> Checkpoint:
     try:
         converted = open_orbax(folder, name=checkpoint.name)
     except ValueError:  # not there, or broken
-        logger.info("converting %s once, to %s", checkpoint.name, folder)
         try:
             convert(source, folder, dtype=dtype, overwrite=True)
             converted = open_orbax(folder, name=checkpoint.name)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from jkv.config import DTYPES
 from weights.conversion import convert
-from weights.load import resolve_dtype
 from weights.open import open_checkpoint
 
 
@@ -22,16 +21,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     try:
         checkpoint = open_checkpoint(options.model, revision=options.revision)
-        dtype = resolve_dtype(checkpoint, options.dtype)
-        revision = f" at {checkpoint.revision}" if checkpoint.revision else ""
-        _report(f"reading {checkpoint.path}{revision} ({checkpoint.size / 1e6:.1f} MB, {checkpoint.dtype})")
-        _report(f"writing {options.out} ({dtype})")
-        convert(checkpoint, options.out, dtype=dtype, overwrite=options.overwrite)
-        size = open_checkpoint(options.out).size
+        convert(checkpoint, options.out, dtype=options.dtype, overwrite=options.overwrite, report=_report)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _report(f"error: {error}")
         return 2
-    _report(f"wrote {size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s; run it with --model {options.out}")
+    _report(f"done in {time.perf_counter() - start:.1f} s; run it with --model {options.out}")
     return 0
 
 

@@ -92,8 +92,7 @@ def parameter_arrays(model: nnx.Module) -> dict[str, Array]:
 def _build(
     config: ModelConfig, dtype: str, make: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, Array]]
 ) -> Decoder:
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
+    graph, state = nnx.split(Decoder(config, dtype=dtype))
     leaves = [(keys, leaf) for keys, leaf in nnx.to_flat_state(state)]
     arrays = make({_path(keys): leaf.get_value() for keys, leaf in leaves})
     return nnx.merge(graph, nnx.from_flat_state([(keys, leaf.replace(arrays[_path(keys)])) for keys, leaf in leaves]))

@@ -15,6 +15,7 @@ import numpy as np
 from weights.source import read_json
 
 _DTYPES = {"<f4": np.dtype(np.float32), "<f2": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_SMALL = 1 << 16  # bytes: less is read, since each mapping keeps a file open
 
 
 class _Stored(NamedTuple):
@@ -61,7 +62,7 @@ class ZarrReader:
         return tuple(file for array in self._arrays.values() for file, _ in array.chunks())
 
     def read(self, name: str) -> np.ndarray:
-        """One parameter: a view of its file, or put together where it was saved in shards."""
+        """One parameter: a view of its file; a copy if it is small, or was saved in shards."""
         array = self._arrays[name]
         if array.chunk == array.shape:
             ((file, _),) = array.chunks()
@@ -74,6 +75,8 @@ class ZarrReader:
 
 
 def _map(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    if dtype.itemsize * math.prod(shape) < _SMALL:
+        return np.fromfile(file, dtype).reshape(shape)
     return np.memmap(file, dtype, "r", shape=shape).view(np.ndarray)
 
 

@@ -36,9 +36,9 @@ class Heads(NamedTuple):
 class Linear(nnx.Module):
     """``x @ kernel.T + bias`` with `kernel` `[out, in]`."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (outputs, inputs), dtype) * inputs**-0.5)
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jnp.dtype):
+        self.kernel = nnx.Param(jax.ShapeDtypeStruct((outputs, inputs), dtype))
+        self.bias = nnx.Param(jax.ShapeDtypeStruct((outputs,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
         y = jnp.einsum("...i,oi->...o", x, self.kernel[...])
@@ -49,7 +49,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in float32 (https://arxiv.org/abs/1910.07467)."""
 
     def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.scale = nnx.Param(jax.ShapeDtypeStruct((size,), dtype))
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -61,19 +61,17 @@ class RMSNorm(nnx.Module):
 class Layer(nnx.Module):
     """One decoder layer, without the attention itself."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
         c, self.config = config, config
         inner = c.num_heads * c.head_dim
         self.attention_norm = RMSNorm(c.hidden_size, eps=c.norm_eps, dtype=dtype)
-        self.qkv = Linear(
-            c.hidden_size, inner + 2 * c.num_kv_heads * c.head_dim, bias=c.qkv_bias, dtype=dtype, rngs=rngs
-        )
+        self.qkv = Linear(c.hidden_size, inner + 2 * c.num_kv_heads * c.head_dim, bias=c.qkv_bias, dtype=dtype)
         self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
-        self.out = Linear(inner, c.hidden_size, bias=c.out_bias, dtype=dtype, rngs=rngs)
+        self.out = Linear(inner, c.hidden_size, bias=c.out_bias, dtype=dtype)
         self.mlp_norm = RMSNorm(c.hidden_size, eps=c.norm_eps, dtype=dtype)
-        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
+        self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype)
 
     def heads(self, x: Array, cos: Array, sin: Array) -> Heads:
         """Projects `x` `[..., E]`; `cos`, `sin` float32 `[..., D/2]` of each token's position."""
@@ -97,18 +95,19 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head. `head` is None when the head is tied to the embedding."""
+    """Embedding, layers, final norm and head. `head` is None when the head is tied to the embedding.
 
-    def __init__(self, config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs):
+    A new decoder has shapes for parameters; `weights.load_parameters` and `weights.random_parameters` fill them.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: str = "float32"):
         kind = jnp.dtype(dtype)
         self.config = config
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), kind))
-        self.layers = nnx.List([Layer(config, dtype=kind, rngs=rngs) for _ in range(config.num_layers)])
+        self.embedding = nnx.Param(jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), kind))
+        self.layers = nnx.List([Layer(config, dtype=kind) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=kind)
         self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=kind, rngs=rngs)
+            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=kind)
         )
 
     def embed(self, tokens: Array) -> Array:

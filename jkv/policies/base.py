@@ -224,7 +224,7 @@ class Evict(Policy):
     def rank(self, slots: Slots, score: Array, due: Array) -> Array:
         """The score with sinks, window and rows that are not due put first, and empty slots last."""
         held = slots.recent(self.protected) | ((slots.pos >= 0) & (slots.pos < self.sink)) | ~due[..., None]
-        score = jnp.where(jnp.isnan(score), -jnp.inf, score.astype(jnp.float32))
+        score = jnp.nan_to_num(score.astype(jnp.float32), nan=-jnp.inf, neginf=-jnp.inf)
         return jnp.where(slots.filled, jnp.where(held, jnp.inf, score), -jnp.inf)
 
 

@@ -47,11 +47,13 @@ class SepLLM(Evict):
         require(self, bool(self.separators), "separators", "at least one character")
 
     def prepare(self, token_ids: Callable[[str], tuple[int, ...]]) -> "SepLLM":
-        """Finds the tokens that are one separator, alone, after a space or inside a text.
+        """Finds the tokens that are one separator, alone, after a space or inside a word, unless ids are given.
 
         Raises:
             ValueError: no separator is a token of its own.
         """
+        if self.separator_ids:
+            return self
         characters = sorted(set(self.separators.replace(r"\n", "\n")))
         alone = (token_ids(lead + character) for character in characters for lead in ("", " "))
         word = token_ids("a")
