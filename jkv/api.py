@@ -19,7 +19,8 @@ from jkv.engine import Engine, Request
 from jkv.loop import Batch, Programs, bucket
 from jkv.models.decoder import Decoder
 from jkv.plan import Plan, make_plan
-from jkv.policies import Policy, get_policy
+from jkv.policies import Evict, Policy, get_policy
+from jkv.policies.base import try_score
 from jkv.sampling import Sampling, check_seed, seed_words
 from jkv.text import StopChecker, StreamDecoder, Tokenizer, load_tokenizer, split_reasoning
 
@@ -206,10 +207,16 @@ class LLM:
         return self.tokenizer.encode_chat(messages, arguments or {})
 
     def prepare(self, policy: str | Policy) -> Policy:
-        """A policy from its text form, with text fields turned into this tokenizer's ids."""
-        return get_policy(policy).prepare(
-            lambda text: tuple(self.tokenizer.backend.encode(text, add_special_tokens=False).ids)
-        )
+        """A policy from its text form, with text fields turned into this tokenizer's ids.
+
+        Raises:
+            ValueError: no such policy or field, or a policy from elsewhere whose score is not one.
+        """
+        encode = self.tokenizer.backend.encode
+        ready = get_policy(policy).prepare(lambda text: tuple(encode(text, add_special_tokens=False).ids))
+        if isinstance(ready, Evict) and not type(ready).__module__.startswith("jkv."):
+            try_score(ready)
+        return ready
 
     def engine(
         self, policy: Policy, sampling: Sampling, *, max_len: int, max_new: int, prefill_block: int = 512

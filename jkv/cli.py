@@ -5,8 +5,9 @@ import dataclasses
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import jax
 import platformdirs
@@ -15,6 +16,14 @@ from jkv.api import GenerationConfig
 from jkv.policies import describe, entry, names
 
 MODEL_HELP = "Hugging Face folder or hub id, GGUF file, or folder written by weights.convert; default: embedded model"
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad option as any other error; argparse itself prints the whole usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError(f"{message}; --help lists the options")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +80,14 @@ def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | 
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except OSError as error:  # a full disk, a folder that is not writable
+        if debug:
+            raise
+        print(f"error: {error}; give another path, or make room there", file=sys.stderr)
+        return 2
     except jax.errors.JaxRuntimeError as error:
         if debug or "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -78,9 +95,6 @@ def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | 
             f"error: out of memory: {str(error).splitlines()[0]}; --dry-run shows what this run holds", file=sys.stderr
         )
         return 2
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -89,8 +103,10 @@ def run(main: Callable[[Sequence[str] | None], int], arguments: Sequence[str] | 
 def keep_programs() -> None:
     """Keeps compiled programs in the user's cache, unless the user has chosen a place."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(platformdirs.user_cache_path("jkv") / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(platformdirs.user_cache_path("jkv") / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        # A cache that cannot be written costs time, no more.
+        warnings.filterwarnings("ignore", message=".*persistent compilation cache")
         # With a limit, jax locks the folder and writes whole files only.
         jax.config.update("jax_compilation_cache_max_size", 4 << 30)
 

@@ -26,17 +26,22 @@ def read_prompts(path: Path) -> list[Item]:
         ValueError: the file cannot be read, or a line is not such an object; the message names file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts file {path}: {error}") from None
-    items = [_read_line(f"{path}:{number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"prompts file {path}: {error.strerror}; give the path of a JSONL file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path} is not UTF-8 ({error}); save it as UTF-8") from None
+    items: dict[str | int, Item] = {}
+    # JSON may hold every other line end that str.splitlines knows.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            item = _read_line(f"{path}:{number}", number, line)
+            if item.id in items:
+                raise ValueError(f"{path}:{number}: id {item.id!r} is that of an earlier line; ids must differ")
+            items[item.id] = item
     if not items:
         raise ValueError(f'prompts file {path} has no prompts; write one JSON object a line, as {{"prompt": "..."}}')
-    ids = [item.id for item in items]
-    twice = next((i for i in ids if ids.count(i) > 1), None) if len(set(ids)) < len(ids) else None
-    if twice is not None:
-        raise ValueError(f"prompts file {path}: id {twice!r} occurs twice; ids must differ")
-    return items
+    return list(items.values())
 
 
 class Answers:
@@ -83,7 +88,7 @@ class Answers:
         self._file.seek(0, 2)
 
     def write(self, id: str | int, sample: int, **fields: Any) -> None:
-        """Appends one answer; it is on disk when this returns."""
+        """Appends one answer, which a kill can no longer lose when this returns."""
         row = {"id": id, "sample": sample, **fields, "settings": self.settings}
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
@@ -97,8 +102,11 @@ def _read_line(where: str, number: int, line: str) -> Item:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+        raise ValueError(f"{where}: not JSON ({error.msg}); write one object a line") from None
     key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and row.get(key)), None)
-    if key is None or not isinstance(row[key], list if key == "messages" else str):
+    if key is None or not isinstance(row[key], list if key == "messages" else str) or not str(row[key]).strip():
         raise ValueError(f"{where}: needs a text in 'prompt', 'problem' or 'question', or a list in 'messages'")
-    return Item(id=row.get("id", number), prompt=row[key])
+    id = row.get("id", number)
+    if not isinstance(id, str | int):
+        raise ValueError(f"{where}: id {id!r} must be a text or a whole number")
+    return Item(id=id, prompt=row[key])

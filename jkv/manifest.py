@@ -57,7 +57,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"manifest {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"manifest {path} cannot be read ({reason}); write one with --manifest") from None
     if not isinstance(manifest, dict) or not {"arguments", "model", "prompts_sha256"} <= manifest.keys():
         raise ValueError(f"{path} is not a manifest; write one with --manifest")
     return manifest
@@ -72,7 +73,7 @@ def check_same(manifest: Mapping[str, Any], run: Run) -> None:
     for key, value in found.items():
         if manifest["model"][key] != value:
             raise ValueError(
-                f"the manifest's model has {key} {manifest['model'][key]}, this one {value}; use that model"
+                f"the manifest's model has {key} {manifest['model'][key]}, this one {value}; use that model and dtype"
             )
     if manifest["prompts_sha256"] != hash_prompts(run):
         raise ValueError("the prompts are not those of the manifest; restore the prompts file that it was run with")

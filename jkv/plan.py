@@ -18,6 +18,8 @@ class Plan:
     """Bytes of one run.
 
     Attributes:
+        batch: rows.
+        length: tokens of the longest text, prompt and answer together.
         weights: of the parameters.
         kv_held: of keys and values allocated for all rows.
         metadata_held: of everything else that the policy keeps for all rows.
@@ -26,6 +28,8 @@ class Plan:
         tokens_read: slots read per kv head for that token.
     """
 
+    batch: int
+    length: int
     weights: int
     kv_held: int
     metadata_held: int
@@ -46,6 +50,8 @@ def make_plan(config: ModelConfig, policy: Policy, spec: CacheSpec, *, batch: in
     kv_held = config.kv_bytes_per_token(itemsize) * capacity * batch
     store = jax.eval_shape(lambda: policy.ingest(spec, _empty_prompt(spec, batch)))
     return Plan(
+        batch=batch,
+        length=length,
         weights=weight_bytes(config, dtype),
         kv_held=kv_held,
         metadata_held=_nbytes(store) * config.num_layers - kv_held,
@@ -94,7 +100,7 @@ def _nbytes(tree: object) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def describe_plan(plan: Plan, full: Plan, *, name: str, batch: int, length: int) -> str:
+def describe_plan(plan: Plan, full: Plan, *, name: str) -> str:
     """A table of what a policy holds and reads beside full attention, and whether it fits the device."""
     rows = [
         ("", name, "full"),
@@ -106,7 +112,7 @@ def describe_plan(plan: Plan, full: Plan, *, name: str, batch: int, length: int)
         ("in all", *(format_bytes(p.total) for p in (plan, full))),
     ]
     wide = max(len(name), 12) + 2
-    lines = [f"{batch} rows of {length} tokens"] + [f"{a:20}{b!s:>{wide}}{c!s:>14}" for a, b, c in rows]
+    lines = [f"{plan.batch} rows of {plan.length} tokens"] + [f"{a:20}{b!s:>{wide}}{c!s:>14}" for a, b, c in rows]
     limit = memory_limit()
     fits = "fits" if plan.total <= limit else "does not fit; lower the budget, --batch-size or --max-new-tokens"
     return "\n".join([*lines, f"{fits} in {format_bytes(limit)}, workspace of the programs not counted"])

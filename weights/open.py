@@ -8,13 +8,16 @@ from weights.safetensors import open_safetensors
 from weights.source import Checkpoint, describe_missing
 
 
-def open_checkpoint(model: str | Path | None = None, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str | Path | None = None, *, revision: str | None = None, with_weights: bool = True
+) -> Checkpoint:
     """Finds a model and reads everything but its weights.
 
     Args:
         model: a Hugging Face folder, an Orbax folder from `python -m weights.convert`, a GGUF file, or a hub id
             OWNER/NAME; None (or `EMBEDDED`) is the embedded model. What exists locally comes before the hub.
         revision: branch, tag or commit of a hub id.
+        with_weights: false leaves a hub model's weights where they are; the checkpoint then has no tensors.
 
     Raises:
         ValueError: there is no such model, or it is broken or not supported; one line with the remedy.
@@ -32,8 +35,8 @@ def open_checkpoint(model: str | Path | None = None, *, revision: str | None = N
         raise ValueError(
             f"model {name!r}: no such file or folder; give a Hugging Face folder, a .gguf file, or a hub id OWNER/NAME"
         )
-    folder, commit = download(name, revision=revision)
-    return open_safetensors(folder, name=name, revision=commit)
+    folder, commit = download(name, revision=revision, with_weights=with_weights)
+    return open_safetensors(folder, name=name, revision=commit, with_weights=with_weights)
 
 
 def _open_path(path: Path, name: str) -> Checkpoint:

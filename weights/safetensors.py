@@ -72,19 +72,20 @@ class SafetensorsReader:
         return max(sizes, key=sizes.__getitem__)
 
 
-def open_safetensors(folder: Path, *, name: str, revision: str | None = None) -> Checkpoint:
+def open_safetensors(folder: Path, *, name: str, revision: str | None = None, with_weights: bool = True) -> Checkpoint:
     """Opens a Hugging Face folder: config.json and safetensors.
 
     Args:
         folder: the folder.
         name: the model as the user gave it.
         revision: commit, for a folder of the hub's cache.
+        with_weights: false for a folder whose weights are not there; the checkpoint then has no tensors.
 
     Raises:
         ValueError: the config is not supported, or a file is missing or broken; one line naming it.
     """
     config = read_config(folder, name=name)
-    files = _weight_files(folder)
+    files = _weight_files(folder) if with_weights else ()
     reader = SafetensorsReader(files)
     generation = folder / "generation_config.json"
     return Checkpoint(
@@ -95,7 +96,7 @@ def open_safetensors(folder: Path, *, name: str, revision: str | None = None) ->
         config=config,
         generation=read_json(generation) if generation.exists() else {},
         tokenizer=folder if (folder / "tokenizer.json").exists() else None,
-        dtype=config.dtype or reader.common_dtype(),
+        dtype=config.dtype or (reader.common_dtype() if with_weights else "float32"),
         revision=revision,
         tensors=reader,
     )

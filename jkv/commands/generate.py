@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import weights
 from jkv import cli
 from jkv.api import LLM, GenerationConfig, Piece, Result, Run, load, resolve_dtype
-from jkv.config import CacheSpec
 from jkv.jsonl import Answers, Item, read_prompts
 from jkv.manifest import check_same, read_manifest, write_manifest
+from jkv.models.decoder import Decoder
 from jkv.plan import describe_plan, format_bytes, make_plan
 from jkv.policies import format_policy, get_policy
+from jkv.sampling import Sampling
+from jkv.text import load_tokenizer
 
 EXAMPLES = """examples:
   python -m jkv.generate -p "Why is the sky blue?" --policy gkv:budget=256
@@ -40,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     _check(options)
     items = _read_items(options)
+    _check_rows(options, len(items) * options.samples)
     cli.keep_programs()
-    checkpoint = weights.open_checkpoint(options.model, revision=options.revision)
+    checkpoint = weights.open_checkpoint(options.model, revision=options.revision, with_weights=not options.dry_run)
     if options.dry_run:
-        print(_dry_run(options, checkpoint))
+        print(_dry_run(options, checkpoint, items))
         return 0
     run = _start(options, load(checkpoint, dtype=options.dtype), items)
     _print_header(options, run)
@@ -53,18 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _open_answers(options, run) as answers:
         results = _answer(options, run, items, answers)
     _print_report(run)
-    if options.trace_kept:
+    if options.trace_kept and kept:
         _save_trace(options.trace_kept, run, kept, results)
     if options.json:
         answers_json = [_row(items[result.prompt], result) for result in results]
         print(json.dumps({"results": answers_json, "stats": run.stats.report()}, ensure_ascii=False))
     if options.manifest:
-        write_manifest(options.manifest, run, _repeatable(options))
+        write_manifest(options.manifest, run, _repeatable(options, run))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="python -m jkv.generate",
         description="Answers prompts with a Llama, Qwen2 or Qwen3 model on a budgeted KV cache.",
         epilog=EXAMPLES,
@@ -133,9 +137,25 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("no prompt; give one with -p TEXT (- reads standard input) or --input FILE.jsonl")
     if options.samples < 1 or options.batch_size < 1:
         raise ValueError(f"--samples {options.samples} and --batch-size {options.batch_size} must be at least 1")
+    if options.raw and (options.system is not None or options.template_arg):
+        raise ValueError("--raw leaves the chat template out, which --system and --template-arg are for; drop one")
+    if options.stream and (options.json or options.output):
+        raise ValueError("--stream prints text, which --json and --output have a place of their own for; drop one")
+    if options.trace_kept and options.trace_kept.suffix != ".npz":
+        raise ValueError(f"--trace-kept {options.trace_kept}: the name must end in .npz")
     for path in (options.trace_kept, options.manifest):
         if path and not path.parent.is_dir():
             raise ValueError(f"{path}: the folder {path.parent} does not exist; make it first")
+
+
+def _check_rows(options: argparse.Namespace, rows: int) -> None:
+    """Refuses what needs all rows in one batch, or one row at a time."""
+    if options.trace_kept and rows > options.batch_size:
+        raise ValueError(f"--trace-kept needs all {rows} rows in one batch; set --batch-size {rows}")
+    if options.stream and min(rows, options.batch_size) > 1:
+        raise ValueError(
+            f"--stream prints one answer as it grows, and there are {rows}; set --batch-size 1, or drop it"
+        )
 
 
 def _read_items(options: argparse.Namespace) -> list[Item]:
@@ -148,15 +168,19 @@ def _read_items(options: argparse.Namespace) -> list[Item]:
     return [Item(id=1, prompt=options.prompt)] if options.prompt is not None else []
 
 
-def _dry_run(options: argparse.Namespace, checkpoint: weights.Checkpoint) -> str:
-    policies, dtype = (get_policy(options.policy), get_policy("full")), resolve_dtype(checkpoint, options.dtype)
-    length = GenerationConfig(**cli.generation_changes(options)).max_new_tokens
-    spec = CacheSpec.of(checkpoint.config, max_len=length, max_new=length, dtype=dtype)
-    plans = [
-        make_plan(checkpoint.config, policy, spec, batch=options.batch_size, length=length, dtype=dtype)
-        for policy in policies
-    ]
-    return describe_plan(*plans, name=options.policy, batch=options.batch_size, length=length)
+def _dry_run(options: argparse.Namespace, checkpoint: weights.Checkpoint, items: Sequence[Item]) -> str:
+    """The bytes of the very run that would be started; without a prompt, of a whole batch of answers alone."""
+    dtype = resolve_dtype(checkpoint, options.dtype)
+    llm = LLM(
+        checkpoint=checkpoint,
+        dtype=dtype,
+        tokenizer=load_tokenizer(checkpoint.tokenizer or checkpoint.path),
+        decoder=Decoder(checkpoint.config, dtype=dtype),  # shapes, no weights
+    )
+    run = _start(options, llm, items)
+    plan, spec = run.stats.plan, run.engine.spec
+    full = make_plan(checkpoint.config, get_policy("full"), spec, batch=plan.batch, length=plan.length, dtype=dtype)
+    return describe_plan(plan, full, name=options.policy)
 
 
 def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item]) -> Run:
@@ -170,6 +194,7 @@ def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item]) -> Run:
         config=llm.default_config(**cli.generation_changes(options)),
         samples=options.samples,
         batch_size=options.batch_size,
+        rows=None if items else range(options.batch_size),
     )
     if options.rerun:
         check_same(read_manifest(options.rerun), run)
@@ -184,16 +209,15 @@ def _print_header(options: argparse.Namespace, run: Run) -> None:
     checkpoint, config = run.llm.checkpoint, run.config
     embedded = " (no --model given: the embedded model)" if options.model is None else ""
     _say(f"model: {checkpoint.name}{embedded}, {checkpoint.format} {checkpoint.path}, {run.llm.dtype}")
-    _say(f"policy: {format_policy(options.policy.partition(':')[0], run.policy)}")
-    drawn = (
-        "greedy" if config.greedy else f"temperature {config.temperature}, top_k {config.top_k}, top_p {config.top_p}"
-    )
+    _say(f"policy: {format_policy(options.policy, run.policy)}")
+    values = ((spec, getattr(config, spec.name)) for spec in fields(Sampling))
+    drawn = ["greedy"] * config.greedy + [f"{spec.name} {value}" for spec, value in values if value != spec.default]
     asked = bool(checkpoint.generation.get("do_sample"))
-    given = any(getattr(options, name) is not None for name in ("temperature", "top_k", "top_p", "min_p"))
+    given = any(getattr(options, spec.name) is not None for spec in fields(Sampling))
     source = (
         "generation_config.json" + (" and options" if given else "") if asked else "options" if given else "default"
     )
-    _say(f"sampling: {drawn}, seed {config.seed} ({source})")
+    _say(f"sampling: {', '.join(drawn)}, seed {config.seed} ({source})")
 
 
 @contextmanager
@@ -202,7 +226,8 @@ def _open_answers(options: argparse.Namespace, run: Run) -> Iterator[Answers | N
         yield None
         return
     model = run.llm.checkpoint
-    meant = [model.name, model.revision, run.llm.dtype, repr(run.policy), repr(run.config), options.system, options.raw]
+    meant = [model.name, model.revision, run.llm.dtype, repr(run.policy), repr(run.config)]
+    meant += [options.raw, options.system, cli.parse_template_arguments(options.template_arg)]
     answers = Answers(options.output, hashlib.sha256(json.dumps(meant).encode()).hexdigest()[:12])
     try:
         yield answers
@@ -219,8 +244,6 @@ def _answer(options: argparse.Namespace, run: Run, items: Sequence[Item], answer
         ]
         if len(run.rows) < len(everything):
             _say(f"{options.output}: {len(everything) - len(run.rows)} of {len(everything)} answers are there already")
-    if options.trace_kept and len(run.rows) > run.batch_size:
-        raise ValueError(f"--trace-kept needs all {len(run.rows)} rows in one batch; set --batch-size {len(run.rows)}")
     stream = options.stream if options.stream is not None else len(everything) == 1
     stream = stream and not options.json and answers is None
     results: list[Result] = []
@@ -304,8 +327,9 @@ def _row(item: Item, result: Result) -> dict[str, Any]:
     }
 
 
-def _repeatable(options: argparse.Namespace) -> dict[str, Any]:
+def _repeatable(options: argparse.Namespace, run: Run) -> dict[str, Any]:
     kept = {key: value for key, value in vars(options).items() if key not in TRANSIENT and key != "output"}
+    kept["dtype"] = run.llm.dtype  # which depends on the device where no --dtype is given
     return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -175,7 +176,7 @@ class Evict(Policy):
     def ingest(self, spec: CacheSpec, prompt: Prompt) -> Slots:
         """The compacted prompt."""
         slots = self.begin(fill(prompt, window=self.window if self.needs_queries else 0), prompt)
-        if slots.capacity > self.least:
+        if slots.capacity >= self.least:
             slots = self.compact(slots)
         return resize(slots, self.capacity(spec), fills=self.fills)
 
@@ -226,6 +227,33 @@ class Evict(Policy):
         held = slots.recent(self.protected) | ((slots.pos >= 0) & (slots.pos < self.sink)) | ~due[..., None]
         score = jnp.nan_to_num(score.astype(jnp.float32), nan=-jnp.inf, neginf=-jnp.inf)
         return jnp.where(slots.filled, jnp.where(held, jnp.inf, score), -jnp.inf)
+
+
+def try_score(policy: Evict) -> None:
+    """Scores a small random prompt, so that a fault in a new policy is found before anything is compiled.
+
+    Raises:
+        ValueError: the score is not a float array `[B, H, C]`, or is NaN for a token.
+    """
+    length = policy.window + policy.sink + 8
+    draw = jax.random.normal(jax.random.key(0), (5, 2, 2, length, 16))
+    prompt = Prompt(
+        q=jnp.stack([draw[0], draw[1]], axis=2),
+        k=draw[2],
+        v=draw[3],
+        k_pre=draw[4],
+        tokens=jnp.zeros((2, length), jnp.int32),
+        length=jnp.array([length, length - 3], jnp.int32),
+    )
+    slots = policy.begin(fill(prompt, window=policy.window if policy.needs_queries else 0), prompt)
+    queries = slots.window_queries()
+    score = policy.score(policy.remember(slots, queries, policy.due(slots)), queries)
+    name = type(policy).__name__
+    if getattr(score, "shape", None) != slots.pos.shape or not jnp.issubdtype(score.dtype, jnp.floating):
+        found = f"{getattr(score, 'dtype', type(score).__name__)} {getattr(score, 'shape', '')}"
+        raise ValueError(f"policy {name}: score returned {found}; it must be float [B, H, C], here {slots.pos.shape}")
+    if bool(jnp.any(jnp.isnan(score) & slots.filled)):
+        raise ValueError(f"policy {name}: score returned NaN for a token; use -inf to drop one")
 
 
 def require(policy: Policy, holds: bool, name: str, wanted: str) -> None:

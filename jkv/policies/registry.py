@@ -98,9 +98,11 @@ def describe(policy: Policy) -> Iterator[tuple[str, Any]]:
         yield spec.name, getattr(policy, spec.name)
 
 
-def format_policy(name: str, policy: Policy) -> str:
-    """The text form of a policy with every field resolved; `get_policy` reads it back."""
-    return f"{name}:" + ",".join(f"{key}={value}" for key, value in describe(policy) if not isinstance(value, tuple))
+def format_policy(spec: str, policy: Policy) -> str:
+    """The text form `spec` of a policy with every field of `policy` in it; `get_policy` reads it back."""
+    name, colon, rest = spec.partition(":")
+    start = f"{name}:{rest.split(',')[0]}," if name.endswith(".py") and colon else f"{name}:"
+    return start + ",".join(f"{key}={value}" for key, value in describe(policy) if not isinstance(value, tuple))
 
 
 def _parse(policy: Policy, item: str) -> tuple[str, Any]:
