@@ -129,7 +129,7 @@ def make_batch(llm: jkv.LLM, policy: str, prompt: np.ndarray, new: int) -> Batch
     engine = llm.engine(llm.prepare(policy), Sampling(), max_len=prompt.shape[1] + new, max_new=new)
     return Batch(
         engine=engine,
-        weights=llm.split[1],
+        weights=llm.weights,
         programs=llm.programs,
         request=Request(jnp.asarray(seed_words(0)), jnp.full((8,), -1, jnp.int32)),
         prompts=prompt.tolist(),

@@ -156,9 +156,9 @@ class LLM:
     programs: Programs = field(default_factory=Programs, repr=False)
 
     @cached_property
-    def split(self) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-        """The decoder as the compiled functions take it: its structure and its parameters."""
-        return nnx.split(self.decoder)
+    def weights(self) -> nnx.State:
+        """The parameters as the compiled programs take them."""
+        return nnx.state(self.decoder)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -228,7 +228,9 @@ class LLM:
             max_new=_round_length(max_new),
             dtype=self.dtype,
         )
-        return Engine(graph=self.split[0], policy=policy, spec=spec, sampling=sampling, prefill_block=prefill_block)
+        return Engine(
+            config=self.checkpoint.config, policy=policy, spec=spec, sampling=sampling, prefill_block=prefill_block
+        )
 
     def logits(self, tokens: np.ndarray, *, block: int = 512) -> np.ndarray:
         """Logits of right-padded prompts under full attention: float32 `[B, T, V]` for int32 `[B, T]`."""
@@ -320,7 +322,7 @@ class Run:
         which = [row // self.samples for row in rows]
         batch = Batch(
             engine=self.engine,
-            weights=self.llm.split[1],
+            weights=self.llm.weights,
             programs=self.llm.programs,
             request=Request(jnp.asarray(seed_words(self.config.seed)), jnp.asarray(_pad_eos(eos), jnp.int32)),
             prompts=[*(self.prompts[p] for p in which), *[[]] * idle],

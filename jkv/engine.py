@@ -96,7 +96,7 @@ class Engine:
     """Compiled decoding of one model under one policy.
 
     Attributes:
-        graph: structure of the model, as ``flax.nnx.split`` gives it.
+        config: the model's sizes.
         policy: what the cache holds.
         spec: size of the cache.
         sampling: how a token is drawn.
@@ -104,7 +104,7 @@ class Engine:
         keep_logits: report the logits of every step.
     """
 
-    graph: nnx.GraphDef[Decoder]
+    config: ModelConfig
     policy: Policy
     spec: CacheSpec
     sampling: Sampling
@@ -142,8 +142,7 @@ class Engine:
             request: seed and eos ids.
             call: how a jitted function is called.
         """
-        model = nnx.merge(self.graph, weights)
-        config, batch = model.config, tokens.shape[0]
+        config, batch = self.config, tokens.shape[0]
         # Made on the host, so that nothing is compiled for it.
         length = np.asarray(length)
         begin = {
@@ -156,19 +155,17 @@ class Engine:
             "seen": np.zeros((batch, config.vocab_size), bool) if self.sampling.repetition_penalty != 1 else None,
         }
         state = State(stores=(), shared=self.policy.shared(self.spec, batch), **jax.device_put(begin))
-        x = jax.device_put(np.zeros((*tokens.shape, config.hidden_size), model.embedding.dtype))
-        single, stores, out = single_graph(config), [], None
+        x = jax.device_put(np.zeros((*tokens.shape, config.hidden_size), weights["embedding"].dtype))
+        stores, out = [], None
         for index in range(config.num_layers):
             part = single_layer(weights, index)
             place = np.array([index == 0, index == config.num_layers - 1])
-            x, store, state, out = call(
-                Engine.read_layer, self, part, x, tokens, length, place, state, request, single=single
-            )
+            x, store, state, out = call(Engine.read_layer, self, part, x, tokens, length, place, state, request)
             stores.append(store)
         assert out is not None
         return replace(state, stores=tuple(stores)), out
 
-    @functools.partial(jax.jit, static_argnums=0, static_argnames="single", donate_argnames=("x", "state"))
+    @functools.partial(jax.jit, static_argnums=0, donate_argnames=("x", "state"))
     def read_layer(
         self,
         weights: nnx.State,
@@ -178,8 +175,6 @@ class Engine:
         place: Array,
         state: State,
         request: Request,
-        *,
-        single: nnx.GraphDef[Decoder],
     ) -> tuple[Array, Any, State, Output]:
         """Reads the prompts with one layer: before the first they are embedded, after the last a token is drawn.
 
@@ -190,12 +185,11 @@ class Engine:
             place: whether this is the first, and whether it is the last layer, bool `[2]`.
             state: the batch without stores; its buffers are taken over.
             request: seed and eos ids.
-            single: structure of a model with one layer; static.
 
         Returns:
             The residual, the layer's store, and, from the last layer, the batch and its first tokens.
         """
-        model = nnx.merge(single, weights)
+        model = join(replace(self.config, num_layers=1), weights)
         x = jnp.where(place[0], model.embed(tokens), x)
         cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
         x, prompt = read_prompt(model.layers[0], x, cos, sin, tokens, length, block=self.prefill_block)
@@ -222,7 +216,7 @@ class Engine:
             request: seed and eos ids.
             steps: tokens to decode; static.
         """
-        model = nnx.merge(self.graph, weights)
+        model = join(self.config, weights)
         nothing = self._draw_nothing((steps, state.token.shape[0]), model.config.vocab_size)
 
         def step(state: State, _: None) -> tuple[State, Drawn]:
@@ -282,10 +276,14 @@ class Engine:
         return jnp.full(shape, -1, jnp.int32), jnp.ones(shape, bool), kept
 
 
+def join(config: ModelConfig, weights: nnx.State) -> Decoder:
+    """The decoder of these sizes and parameters. Its structure follows from `config`, and is too slow to hash."""
+    return nnx.merge(_graph(config), weights)
+
+
 @functools.lru_cache
-def single_graph(config: ModelConfig) -> nnx.GraphDef[Decoder]:
-    """Structure of a model with a single layer."""
-    return nnx.split(Decoder(replace(config, num_layers=1)))[0]
+def _graph(config: ModelConfig) -> nnx.GraphDef[Decoder]:
+    return nnx.split(Decoder(config))[0]
 
 
 def single_layer(weights: nnx.State, index: int) -> nnx.State:
@@ -335,7 +333,7 @@ def logits(model: Decoder, tokens: Array, *, block: int = 512) -> Array:
     Returns:
         float32 `[B, T, V]`; what stands after a row's own tokens has no meaning.
     """
-    return _logits(*nnx.split(model), tokens, block)
+    return _logits(model.config, nnx.state(model), tokens, block)
 
 
 def find_nonfinite(model: Decoder, tokens: Array) -> str:
@@ -367,8 +365,8 @@ def run_if(condition: Array, function: Callable[[T], T], value: T) -> T:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _logits(graph: nnx.GraphDef[Decoder], weights: nnx.State, tokens: Array, block: int) -> Array:
-    model = nnx.merge(graph, weights)
+def _logits(config: ModelConfig, weights: nnx.State, tokens: Array, block: int) -> Array:
+    model = join(config, weights)
     x = model.embed(tokens)
     cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
     length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+BEGINNING = b'{"id": '  # of every line that `Answers` writes
 PROMPT_KEYS = ("prompt", "messages", "problem", "question")
 
 
@@ -64,13 +65,17 @@ class Answers:
             self._file = path.open("a+b")
         except OSError as error:
             raise ValueError(f"answers file {path}: {error.strerror}; give another --output") from None
-        self._read()
+        try:
+            self._read()
+        except ValueError:
+            self._file.close()
+            raise
 
     def _read(self) -> None:
         self._file.seek(0)
         whole = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and line.startswith(BEGINNING[: len(line)]):
                 break
             try:
                 row = json.loads(line)

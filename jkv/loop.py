@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jkv.engine import Engine, Output, Request, State, compact_store, find_nonfinite
+from jkv.engine import Engine, Output, Request, State, compact_store, find_nonfinite, join
 
 SHORTEST_BUCKET = 32
 
@@ -151,9 +151,7 @@ class Batch:
         finite = np.asarray(out.finite)
         if not finite.all():
             row, column = np.argwhere(~finite)[0]
-            part = find_nonfinite(
-                nnx.merge(self.engine.graph, self.weights), jnp.asarray([self.prompts[row]], jnp.int32)
-            )
+            part = find_nonfinite(join(self.engine.config, self.weights), jnp.asarray([self.prompts[row]], jnp.int32))
             raise ValueError(
                 f"non-finite logits at step {step + column} of row {row} ({part}); the weights hold infinite or NaN "
                 "values, or overflow in this dtype: check the checkpoint, or try --dtype float32"

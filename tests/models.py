@@ -62,6 +62,11 @@ def tiny(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Decoder:
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, weights))
 
 
+def token_ids(text: str) -> tuple[int, ...]:
+    """A stand-in for a tokenizer, to which all text is a few ids of the tiny vocabulary."""
+    return tuple(2 + ord(letter) % 8 for letter in text)
+
+
 @dataclass
 class Trace:
     """What a run did. S: sampled tokens of a row.
@@ -93,12 +98,12 @@ def make_engine(
     model: Decoder, policy: Policy, *, longest: int, new: int, sampling: Sampling | None = None, **options: Any
 ) -> tuple[Engine, nnx.State]:
     """An engine for prompts of at most `longest` tokens and `new` sampled ones, and the weights it takes."""
-    graph, weights = nnx.split(model)
+    weights = nnx.state(model)
     c = model.config
     spec = CacheSpec(
         num_kv_heads=c.num_kv_heads, group=c.group, head_dim=c.head_dim, max_len=longest + new, max_new=new
     )
-    engine = Engine(graph=graph, policy=policy, spec=spec, sampling=sampling or Sampling(), **options)
+    engine = Engine(config=model.config, policy=policy, spec=spec, sampling=sampling or Sampling(), **options)
     return engine, weights
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import batch, dense, make_engine, request, run, snapshot, tiny
 
-from jkv.engine import Engine, State, call_directly, compact_store, find_nonfinite, logits, run_if
+from jkv.engine import Engine, State, find_nonfinite, logits, run_if
 from jkv.loop import bucket
 from jkv.models.decoder import Decoder
 from jkv.policies import Evict, Policy, entry, get_policy, names
 from jkv.sampling import Sampling
+from models import batch, dense, make_engine, request, run, snapshot, tiny, token_ids
 
 FULL = get_policy("full")
 GKV = get_policy("gkv:budget=12,window=4,interval=6")
@@ -45,7 +45,7 @@ def greedy(model):
 
 def large(name: str) -> Policy:
     """The policy with a cache that dwarfs everything else."""
-    policy = entry(name).policy.prepare(lambda text: (2, 3))
+    policy = entry(name).policy.prepare(token_ids)
     if not isinstance(policy, Evict):
         return policy
     return replace(policy, budget=4088, interval=8, window=min(policy.window, 4), sink=min(policy.sink, 4))
@@ -147,11 +147,11 @@ def test_prefill_in_blocks_of_odd_size(model):
         assert np.max(np.abs(found[0] - expected)) < 1e-4
 
 
-@pytest.mark.parametrize("policy", [FULL, get_policy("rkv:budget=20"), get_policy("h2o:budget=20")], ids=lambda p: type(p).__name__)
-def test_memory_of_prefill_grows_with_the_prompt_not_with_its_square(model, policy):
+@pytest.mark.parametrize("text", ["full", "rkv:budget=20", "h2o:budget=20"])
+def test_memory_of_prefill_grows_with_the_prompt_not_with_its_square(model, text):
     temporary = []
     for longest in (1024, 2048):
-        engine, weights = make_engine(model, policy, longest=longest, new=8, prefill_block=32)
+        engine, weights = make_engine(model, get_policy(text), longest=longest, new=8, prefill_block=32)
         arrays = batch([random_prompt(longest)], longest, 8)
         sizes = []
 
@@ -160,11 +160,9 @@ def test_memory_of_prefill_grows_with_the_prompt_not_with_its_square(model, poli
                 sizes.append(function.lower(*args, **options).compile().memory_analysis().temp_size_in_bytes)
             return jax.eval_shape(lambda *rest: function(args[0], *rest, **options), *args[1:])
 
-        with pytest.raises(Exception):  # noqa: B017
-            engine.prefill(weights, *arrays, request(), call=measure)
+        engine.prefill(weights, *arrays, request(), call=measure)
         temporary.extend(sizes)
-    small, large = temporary
-    assert large < 2.3 * small
+    assert temporary[1] < 2.3 * temporary[0]
 
 
 def test_run_if_runs_once_or_not_at_all():
@@ -238,6 +236,7 @@ def test_repetition_penalty_counts_prompt_and_answer_but_no_padding(model, greed
             scaled = np.where(used, np.where(raw < 0, raw * penalty, raw / penalty), raw)
             assert np.argmax(scaled) == token
             seen.add(token)
+        assert trace.state.seen is not None
         np.testing.assert_array_equal(np.flatnonzero(trace.state.seen[row]), sorted(seen))
 
 
@@ -269,7 +268,7 @@ def test_large_queries_and_keys_do_not_overflow_float16(model):
     graph, weights = nnx.split(model)
     half = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.float16), weights))
     kernel = half.layers[0].qkv.kernel
-    kernel[...] = kernel[...].at[: 6 * 16].multiply(40)
+    kernel[...] = kernel[...].at[: 6 * 16].multiply(64)
     tokens = jnp.asarray([random_prompt(29)], jnp.int32)
     heads = half.layers[0].heads(half.embed(tokens), jnp.ones((1, 1, 8)), jnp.zeros((1, 1, 8)))
     products = np.einsum("bthgd,buhd->bhgtu", np.asarray(heads.q, np.float32), np.asarray(heads.k, np.float32))
@@ -284,6 +283,7 @@ def test_large_queries_and_keys_do_not_overflow_float16(model):
 def test_nonfinite_values_are_traced_to_their_part(part):
     broken = tiny("llama")
     tokens = jnp.asarray([PROMPTS[1]], jnp.int32)
+    assert broken.head is not None
     param = {
         "embedding": broken.embedding,
         "layer 0": broken.layers[0].down.kernel,
@@ -315,7 +315,8 @@ for text in ("gkv:budget=12,window=4,interval=6", "h2o:budget=12,interval=6", "f
 
 
 @pytest.mark.parametrize(
-    "setting", [{"JAX_ENABLE_X64": "1", "JAX_NUMPY_RANK_PROMOTION": "raise"}, {"JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"}]
+    "setting",
+    [{"JAX_ENABLE_X64": "1", "JAX_NUMPY_RANK_PROMOTION": "raise"}, {"JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"}],
 )
 def test_settings_of_jax_do_not_change_the_answer(model, greedy, setting):
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from flax import nnx
 import weights
 from jkv.config import CacheSpec
 from jkv.engine import Engine, Request, State
+from jkv.models.decoder import Decoder
 from jkv.policies.full import Full
 from jkv.sampling import Sampling, seed_words
 from oracle_cases import FOLDER, align, kept_by, policy_of, read
@@ -22,20 +23,9 @@ TOLERANCE = 2e-4
 REQUEST = Request(seed=jnp.asarray(seed_words(0)), eos=jnp.full((1,), -1, jnp.int32))
 
 
-class Model(NamedTuple):
-    """A decoder as the engine takes it, and the sizes of its cache."""
-
-    graph: nnx.GraphDef[Any]
-    weights: nnx.State
-    sizes: dict[str, int]
-
-
 @functools.cache
-def load(name: str) -> Model:
-    checkpoint = weights.open_checkpoint(FOLDER / "models" / name)
-    config = checkpoint.config
-    sizes = {"num_kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim}
-    return Model(*nnx.split(weights.load_parameters(checkpoint)), sizes)
+def load(name: str) -> Decoder:
+    return weights.load_parameters(weights.open_checkpoint(FOLDER / "models" / name))
 
 
 def compaction_times(config: dict[str, Any], prompt_len: int) -> range:
@@ -67,10 +57,11 @@ def test_decoding(model: str, run: str) -> None:
         {**config["method_config"], "algo": config["algo"]}, batch=batch, interval=config["divide_length"]
     )
     decoder = load(config["model"])
-    spec = CacheSpec(**decoder.sizes, max_len=longest + new, max_new=new)
-    engine = Engine(graph=decoder.graph, policy=policy, spec=spec, sampling=Sampling(), keep_logits=True)
+    spec = CacheSpec.of(decoder.config, max_len=longest + new, max_new=new, dtype="float32")
+    engine = Engine(config=decoder.config, policy=policy, spec=spec, sampling=Sampling(), keep_logits=True)
+    parameters = nnx.state(decoder)
     state, out = engine.prefill(
-        decoder.weights,
+        parameters,
         jnp.asarray(align(arrays["prompt_ids"].astype(np.int32), pads, 0)),
         jnp.asarray(length),
         jnp.full((batch,), new, jnp.int32),
@@ -82,7 +73,7 @@ def test_decoding(model: str, run: str) -> None:
     compared = 0 if policy == Full() else assert_kept(arrays, state, pads, seen=longest)
     steps = math.gcd(*times) or 16
     for done in range(steps, new - 1 + steps, steps):
-        state, out = engine.decode(decoder.weights, state, REQUEST, steps=steps)
+        state, out = engine.decode(parameters, state, REQUEST, steps=steps)
         outputs.append(out)
         if done in times:
             state = engine.compact(state)

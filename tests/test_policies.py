@@ -1,4 +1,4 @@
-"""Every registered policy on every kind of model: what is kept, what is seen, and that rows do not disturb each other."""
+"""Every registered policy on every kind of model: what is kept, what is seen, and that rows do not meet."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import KINDS, Trace, dense, run, tiny, visible
 
-from jkv.cache import Prompt
+from jkv.cache import Prompt, Slots
 from jkv.config import CacheSpec
 from jkv.models.decoder import Decoder
-from jkv.policies import Evict, Policy, entry, names
+from jkv.policies import Evict, Policy, describe, entry, names
+from models import KINDS, Trace, dense, run, tiny, token_ids, visible
 
 BUDGET, WINDOW, SINK, INTERVAL, NEW = 12, 4, 2, 6, 19
 # Shorter than the window, longer than the budget by more than an interval, and just below the budget.
@@ -37,11 +37,6 @@ def prompt(length: int) -> list[int]:
 
 def prompts(*lengths: int) -> list[list[int]]:
     return [prompt(length) for length in lengths]
-
-
-def token_ids(text: str) -> tuple[int, ...]:
-    """A stand-in for a tokenizer, which finds all text in the first ids of the vocabulary."""
-    return tuple(2 + ord(letter) % 8 for letter in text)
 
 
 def small(name: str, **changes) -> Policy:
@@ -74,6 +69,7 @@ def worst(a: np.ndarray, b: np.ndarray) -> float:
 def check_kept(trace: Trace, name: str, lengths: tuple[int, ...], **changes) -> None:
     """What every evicting policy promises about the positions it keeps."""
     policy, spare = small(name, **changes), SPARE.get(name, 0)
+    assert isinstance(policy, Evict)
     for step, seen, positions in trace.kept:
         np.testing.assert_array_equal(seen, np.array(lengths) + step)
         for index in np.ndindex(positions.shape[:3]):
@@ -182,20 +178,22 @@ def test_a_row_that_ends_leaves_the_others_alone(kind, name):
     # From the compaction after its end, its store does not change.
     before = run(model, policy, prompts(*LENGTHS), NEW, limit=(NEW, 5, NEW), until=INTERVAL + 1)
     for store, later in zip(before.state.stores, ended.state.stores, strict=True):
-        length = np.asarray(store.length[1])
-        np.testing.assert_array_equal(length, later.length[1])
-        np.testing.assert_array_equal(store.window[1], later.window[1])
-        for head, count in enumerate(length):
-            held = jax.tree.map(lambda x, h=head, n=count: np.asarray(x[1, h, :n]), (store.k, store.v, store.pos, store.extra))
-            after = jax.tree.map(lambda x, h=head, n=count: np.asarray(x[1, h, :n]), (later.k, later.v, later.pos, later.extra))
-            jax.tree.map(np.testing.assert_array_equal, held, after)
+        jax.tree.map(np.testing.assert_array_equal, held_by_row(store, 1), held_by_row(later, 1))
+
+
+def held_by_row(store: Slots, row: int) -> dict:
+    """Everything that a row holds; keys and values stop at its length, what is behind is never read."""
+    filled = np.asarray(store.filled[row])
+    whole = {"length": store.length, "pos": store.pos, "window": store.window, "extra": store.extra}
+    rest = jax.tree.map(lambda x: np.asarray(x[row]), whole)
+    return rest | {"k": np.asarray(store.k[row])[filled], "v": np.asarray(store.v[row])[filled]}
 
 
 @every_kind
 @every_policy
 def test_nan_in_a_row_stays_in_that_row(kind, name):
     together = outcome(name, kind)
-    used = {*together.tokens.ravel().tolist(), *sum(prompts(*LENGTHS), [])}
+    used = {*together.tokens.ravel().tolist()}.union(*prompts(*LENGTHS))
     bad = max(set(range(64)) - used)
     model = tiny(kind)
     model.embedding[...] = model.embedding[...].at[bad].set(jnp.nan)
@@ -246,6 +244,36 @@ def test_a_share_as_budget_grows_with_the_text(name):
 
 
 @every_kind
+@pytest.mark.parametrize("name", ["snapkv", "snapkv@gkv", "h2o"])
+def test_kept_positions_equal_a_choice_made_in_numpy(kind, name):
+    trace, policy = outcome(name, kind), small(name)
+    assert isinstance(policy, Evict)
+    for row, length in enumerate(LENGTHS):
+        text = text_of(trace, row)
+        _, probs = dense(model_of(kind), text, visible(trace, row, length, len(text)))
+        for layer, head in np.ndindex(2, 2):
+            held = np.arange(0)
+            for step, _, positions in trace.kept:
+                seen = length + step
+                held = np.append(held, np.arange(held[-1] + 1 if step else 0, seen))
+                if len(held) > BUDGET:
+                    past, last = np.split(held, [len(held) - policy.protected])
+                    attention = probs[layer, head].max(axis=0)[:seen, past]
+                    score = attention.sum(axis=0) if name == "h2o" else pooled_mean(attention, policy)
+                    best = np.argsort(-score, kind="stable")[: BUDGET - policy.protected]
+                    held = np.concatenate([past[np.sort(best)], last])
+                found = positions[layer, row, head]
+                np.testing.assert_array_equal(found[found >= 0], held)
+
+
+def pooled_mean(attention: np.ndarray, policy: Policy) -> np.ndarray:
+    """The mean over the window's queries, max-pooled."""
+    mean, size = attention[-WINDOW:].mean(axis=0), dict(describe(policy))["pool"]
+    padded = np.pad(mean, size // 2)
+    return np.max([padded[i : i + len(mean)] for i in range(size)], axis=0)
+
+
+@every_kind
 def test_h2o_sums_all_attention_that_a_kept_token_received(kind):
     trace = outcome("h2o", kind)
     for row, length in enumerate(LENGTHS):
@@ -287,11 +315,22 @@ def test_equal_keys_give_a_choice_and_no_nan(name):
     assert all(np.isfinite(x).all() for x in store.extra.values())
 
 
+def test_gkv_remembers_nothing_until_it_has_to_choose():
+    keys = np.random.default_rng(1).standard_normal((3, 2, 24, 16))
+    history = ingest(small("gkv"), make_prompt(keys, [BUDGET, BUDGET + 1, 24])).extra["history"]
+    np.testing.assert_array_equal(history[0], -1.0)
+    past = np.asarray(history[1:, :, : BUDGET - WINDOW])
+    assert np.all((past > 0) & (past <= 1))
+    np.testing.assert_array_equal(history[1:, :, BUDGET - WINDOW :], -1.0)
+
+
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "snapkv@gkv"])
 def test_equal_scores_go_to_the_earliest(name):
-    store = ingest(small(name), make_prompt(np.ones((1, 2, 24, 16)), [24]))
     # Every key gets the same attention from a query; earlier keys get it from more queries, or from as many.
-    window = small(name).protected
+    policy = small(name)
+    assert isinstance(policy, Evict)
+    window = policy.protected
+    store = ingest(policy, make_prompt(np.ones((1, 2, 24, 16)), [24]))
     expected = [*range(BUDGET - window), *range(24 - window, 24)]
     np.testing.assert_array_equal(store.pos[0, :, :BUDGET], [expected] * 2)
 

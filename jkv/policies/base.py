@@ -12,6 +12,7 @@ from jax import Array
 import pallas_kernels
 from jkv.cache import Prompt, Slots, Token, View, fill, keep, put, put_query, resize
 from jkv.config import CacheSpec
+from jkv.policies.fields import field_kinds, is_of, name_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,9 @@ class Policy:
     interval: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError when a field is out of range."""
+        """Raises ValueError when a field is of another type than its annotation, or out of range."""
+        for name, kinds in field_kinds(type(self)).items():
+            require(self, is_of(getattr(self, name), kinds), name, name_kinds(kinds))
         require(self, self.interval >= 0, "interval", "0 (never compact while decoding) or more tokens")
 
     def prepare(self, token_ids: Callable[[str], tuple[int, ...]]) -> "Policy":
@@ -259,4 +262,4 @@ def try_score(policy: Evict) -> None:
 def require(policy: Policy, holds: bool, name: str, wanted: str) -> None:
     """Raises a ValueError that names the field, its value and what it must be, unless `holds`."""
     if not holds:
-        raise ValueError(f"policy {type(policy).__name__}: {name} is {getattr(policy, name)}; it must be {wanted}")
+        raise ValueError(f"policy {type(policy).__name__}: {name} is {getattr(policy, name)!r}; it must be {wanted}")

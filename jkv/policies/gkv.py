@@ -1,5 +1,6 @@
 """G-KV: attention scores that remember earlier compactions."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -52,6 +53,9 @@ class GKV(Evict):
         require(self, 0 <= self.alpha <= 1, "alpha", "between 0 and 1")
         require(self, 0 <= self.lam <= 1, "lam", "between 0 and 1")
         require(self, self.pool >= 1 and self.pool % 2 == 1, "pool", "an odd number of slots; 1 is off")
+        require(self, -1 <= self.threshold <= 1, "threshold", "a cosine, between -1 and 1")
+        require(self, 0 <= self.shift < math.inf, "shift", "a finite number, 0 or more")
+        require(self, not self.shift or self.window > 1, "window", "at least 2 tokens, for shift needs a deviation")
 
     def begin(self, slots: Slots, prompt: Prompt) -> Slots:
         """No history; but an undecayed sum begins with all attention inside the prompt, as in the G-KV code."""

@@ -1,16 +1,19 @@
 """Policies by name: the registry, presets, and the parser of "gkv:budget=512,alpha=0.8"."""
 
 import difflib
+import functools
 import importlib.util
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from jkv.policies.base import Policy
+from jkv.policies.fields import field_kinds, name_kinds
 
 ENTRY_POINTS = "jkv.policies"
 P = TypeVar("P", bound=Policy)
@@ -80,6 +83,8 @@ def get_policy(spec: str | Policy) -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
+    if not isinstance(spec, str):
+        raise ValueError(f"policy {spec!r} must be a Policy, or text such as 'gkv:budget=512'")
     name, _, rest = spec.partition(":")
     # A comma that no field=value follows belongs to the value, as in separators=.,?!
     items = [item for item in re.split(r",(?=\s*\w+\s*=)", rest) if item]
@@ -107,34 +112,31 @@ def format_policy(spec: str, policy: Policy) -> str:
 
 def _parse(policy: Policy, item: str) -> tuple[str, Any]:
     key, equals, text = (part.strip() for part in item.partition("="))
-    hints = get_type_hints(type(policy))
-    known = [spec.name for spec in fields(policy)]
+    known = field_kinds(type(policy))
     if not equals or key not in known:
         raise ValueError(
-            f"policy {type(policy).__name__}: {item!r} is not field=value of {', '.join(known)}{_suggest(key, known)}"
+            f"policy {type(policy).__name__}: {item!r} is not field=value of "
+            f"{', '.join(known)}{_suggest(key, list(known))}"
         )
-    kind = hints[key]
-    kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Literal) else (kind,)
     try:
-        if get_origin(kind) is Literal:
-            if text not in kinds:
-                raise ValueError
-            return key, text
-        return key, _convert(text, kinds)
+        return key, _convert(text, known[key])
     except ValueError:
-        wanted = " or ".join(k if isinstance(k, str) else k.__name__ for k in kinds)
-        raise ValueError(f"policy {type(policy).__name__}: {key}={text!r} is not of type {wanted}") from None
+        wanted = name_kinds(known[key])
+        raise ValueError(f"policy {type(policy).__name__}: {key} is {text!r}; it must be {wanted}") from None
 
 
 def _convert(text: str, kinds: tuple[Any, ...]) -> Any:
-    if bool in kinds:
-        if text.lower() in ("true", "false", "1", "0"):
-            return text.lower() in ("true", "1")
-        raise ValueError
+    if text in kinds:
+        return text
+    if bool in kinds and text.lower() in ("true", "false", "1", "0"):
+        return text.lower() in ("true", "1")
     if int in kinds and text.lstrip("+-").isdigit():
         return int(text)
+    if type(None) in kinds and text == "None":
+        return None
     if float in kinds:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        # Not a division, so that 33.3% is 0.333 and is written as it was read.
+        return float(f"{text[:-1]}e-2" if text.endswith("%") else text)
     if str in kinds:
         return text
     raise ValueError
@@ -143,17 +145,27 @@ def _convert(text: str, kinds: tuple[Any, ...]) -> Any:
 def _load_file(path: Path, name: str) -> Policy:
     if not path.is_file():
         raise ValueError(f"policy file {path} does not exist; give the path of a Python file")
-    spec = importlib.util.spec_from_file_location(f"jkv_policy_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"policy file {path}: {type(error).__name__}: {error}") from error
+    module = _run_file(path.resolve(), path.stat().st_mtime_ns)
     cls = getattr(module, name, None)
     if cls is None:
         raise ValueError(f"policy file {path} has no class {name!r}")
     return _instance(f"{path}:{name}", cls)
+
+
+@functools.lru_cache
+def _run_file(path: Path, changed: int) -> types.ModuleType:
+    """The module in a file, run once for each time of change: a class made anew would be compiled anew."""
+    del changed
+    name = f"policy file {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look up annotations
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
+    return module
 
 
 def _add_class(name: str, cls: Any) -> None:

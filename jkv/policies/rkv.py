@@ -49,6 +49,7 @@ class RKV(Evict):
         require(self, self.window >= 1, "window", "at least 1 token, whose query scores the rest")
         require(self, 0 <= self.lam <= 1, "lam", "between 0 and 1")
         require(self, self.pool >= 1 and self.pool % 2 == 1, "pool", "an odd number of slots; 1 is off")
+        require(self, -1 <= self.threshold <= 1, "threshold", "a cosine, between -1 and 1")
 
     def score(self, slots: Slots, queries: Array) -> Array:
         """Attention against redundancy."""

@@ -1,14 +1,26 @@
 """One query token a row over the filled prefix of a cache, in jnp."""
 
+from functools import partial
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Slots attended at once. A longer cache is walked block by block up to its longest row, so that the time of a step
-# follows the text and not the allocation.
-BLOCK = 256
-# Finite, and a divisor that is not 0: a row without a single filled slot (a padding row) gives 0 and not NaN.
+# Finite, so that a row without a single filled slot (a padding row) gives numbers and not NaN.
 MASKED = -1e30
-LEAST = 1e-30
+
+
+class Form(NamedTuple):
+    """How XLA is made to do the two products.
+
+    Attributes:
+        block: slots attended at once. A longer cache is walked block by block up to its longest row, so that the time
+            of a step follows the text and not the allocation.
+        fused: as a multiplication and a sum instead of a matrix product.
+    """
+
+    block: int
+    fused: bool = False
 
 
 def decode_attention(
@@ -25,37 +37,68 @@ def decode_attention(
     Returns:
         ``(out, probs)``: `[B, H, G, D]` in `v`'s dtype, and float32 `[B, H, G, C]` (0 beyond `length`) or None.
     """
+    if return_probs:
+        _, weights, out, total = _attend_block(q, k, v, length, _nothing(q)[0], form=Form(block=k.shape[2]))
+        total = jnp.maximum(total, 1e-30)[..., None]
+        return (out / total).astype(v.dtype), weights / total
+    # On CPU, XLA runs a batch of small products on one core and copies a sliced operand first; a sum of products it
+    # fuses with the slice and spreads over the cores, which pays with several rows.
+    cpu = Form(block=64, fused=True) if q.shape[0] >= 4 else Form(block=256)
+    attend = partial(lax.platform_dependent, q, k, v, length)
+    return attend(cpu=partial(attend_blocks, form=cpu), default=partial(attend_blocks, form=Form(block=512))), None
+
+
+def attend_blocks(q: Array, k: Array, v: Array, length: Array, *, form: Form) -> Array:
+    """`decode_attention` block by block, each block's share weighted by its part of the softmax."""
     capacity = k.shape[2]
-    if return_probs or capacity <= BLOCK:
-        weights, out, total = _block(q, k, v, length, jnp.full(q.shape[:3], MASKED, jnp.float32))[1:]
-        total = jnp.maximum(total, LEAST)[..., None]
-        return (out / total).astype(v.dtype), weights / total if return_probs else None
+    block = min(form.block, capacity)
 
     def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, out, total = carry
         # The last block starts early where the capacity is not a multiple; what was read before is masked.
-        start = jnp.minimum(i * BLOCK, capacity - BLOCK)
-        k_block, v_block = (lax.dynamic_slice_in_dim(x, start, BLOCK, axis=2) for x in (k, v))
-        new, _, more, mass = _block(q, k_block, v_block, length - start, top, skip=i * BLOCK - start)
+        start = jnp.minimum(i * block, capacity - block)
+        k_block, v_block = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (k, v))
+        new, _, more, mass = _attend_block(q, k_block, v_block, length - start, top, skip=i * block - start, form=form)
         old = jnp.exp(top - new)
         return new, out * old[..., None] + more, total * old + mass
 
+    if block == capacity:
+        _, _, out, total = _attend_block(q, k, v, length, _nothing(q)[0], form=form)
+    else:
+        count = jnp.clip((jnp.max(length) + block - 1) // block, 1, -(-capacity // block))
+        _, out, total = lax.fori_loop(0, count, body, _nothing(q))
+    return (out / jnp.maximum(total, 1e-30)[..., None]).astype(v.dtype)
+
+
+def _nothing(q: Array) -> tuple[Array, Array, Array]:
+    """Row maximum, weighted values and sum of weights before the first block."""
     lead = q.shape[:3]
-    start = (jnp.full(lead, MASKED, jnp.float32), jnp.zeros(q.shape, jnp.float32), jnp.zeros(lead, jnp.float32))
-    blocks = jnp.maximum((jnp.max(length) + BLOCK - 1) // BLOCK, 1)
-    _, out, total = lax.fori_loop(0, jnp.minimum(blocks, -(-capacity // BLOCK)), body, start)
-    return (out / jnp.maximum(total, LEAST)[..., None]).astype(v.dtype), None
+    return jnp.full(lead, MASKED, jnp.float32), jnp.zeros(q.shape, jnp.float32), jnp.zeros(lead, jnp.float32)
 
 
-def _block(
-    q: Array, k: Array, v: Array, length: Array, top: Array, skip: Array | int = 0
+def _attend_block(
+    q: Array, k: Array, v: Array, length: Array, top: Array, *, skip: Array | int = 0, form: Form
 ) -> tuple[Array, Array, Array, Array]:
     """Unnormalised attention over one block: new row maximum, weights, weighted values, sum of weights."""
     slot = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, 1, -1)
-    logits = jnp.einsum("bhgd,bhcd->bhgc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    logits = _scores(q, k, form) * q.shape[-1] ** -0.5
     valid = (slot < length[..., None, None]) & (slot >= skip)
     logits = jnp.where(valid, logits, MASKED)
     new = jnp.maximum(top, jnp.max(logits, axis=-1))
     weights = jnp.where(valid, jnp.exp(logits - new[..., None]), 0.0)
-    out = jnp.einsum("bhgc,bhcd->bhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return new, weights, out, jnp.sum(weights, axis=-1)
+    return new, weights, _values(weights, v, form), jnp.sum(weights, axis=-1)
+
+
+# The barriers keep what made the small factor out of the fused sums, where it would be made again for every slot.
+
+
+def _scores(q: Array, k: Array, form: Form) -> Array:
+    if not form.fused:
+        return jnp.einsum("bhgd,bhcd->bhgc", q, k, preferred_element_type=jnp.float32)
+    return jnp.sum(lax.optimization_barrier(q.astype(jnp.float32))[:, :, :, None] * k[:, :, None], axis=-1)
+
+
+def _values(weights: Array, v: Array, form: Form) -> Array:
+    if not form.fused:
+        return jnp.einsum("bhgc,bhcd->bhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return jnp.sum(lax.optimization_barrier(weights)[..., None] * v[:, :, None], axis=3)

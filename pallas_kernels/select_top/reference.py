@@ -16,6 +16,7 @@ def select_top(score: Array, count: Array, *, most: int) -> Array:
         int32 `[..., most]`, ascending; entries beyond `count` are C, one past the last slot.
     """
     capacity = score.shape[-1]
-    _, index = lax.top_k(score, most)
+    # -0.0 and 0.0 are equal scores, but top_k ranks them.
+    _, index = lax.top_k(jnp.where(score == 0, 0.0, score), most)
     rank = jnp.arange(most, dtype=jnp.int32).reshape((1,) * (score.ndim - 1) + (-1,))
     return jnp.sort(jnp.where(rank < count[..., None], index, capacity), axis=-1)

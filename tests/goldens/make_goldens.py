@@ -39,17 +39,21 @@ def decode(model: Any, ids: np.ndarray, new: int) -> tuple[np.ndarray, np.ndarra
 
 
 def record_tiny() -> dict[str, np.ndarray]:
-    """First logits and greedy tokens of every case, and the hash of its weights."""
-    arrays: dict[str, np.ndarray] = {}
+    """First logits and greedy tokens of every case, and the hash of its weights: one entry a case in each array."""
+    ids, logits = [], []
     for name, case in cases.CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             model = cases.load_reference(save_hf(folder, case.config, seed=case.seed))
         answers = [decode(model, case.prompt[:length], cases.NEW) for length in cases.LENGTHS]
-        arrays[f"{name}/ids"] = np.stack([drawn for drawn, _ in answers]).astype(np.int16)
-        arrays[f"{name}/logits"] = np.stack([logits[0, cases.COLUMNS] for _, logits in answers])
-        arrays[f"{name}/sha256"] = np.array(case.hash_weights())
-        print(name, arrays[f"{name}/logits"].std())
-    return arrays
+        ids.append([drawn for drawn, _ in answers])
+        logits.append([values[0, cases.COLUMNS] for _, values in answers])
+        print(f"{name}: logits {np.std(logits[-1]):.2f} around their mean")
+    return {
+        "names": np.array(list(cases.CASES)),
+        "sha256": np.array([case.hash_weights() for case in cases.CASES.values()]),
+        "ids": np.array(ids, np.int16),
+        "logits": np.array(logits, np.float32),
+    }
 
 
 def record_embedded() -> dict[str, np.ndarray]:
