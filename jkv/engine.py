@@ -155,7 +155,7 @@ class Engine:
             "seen": np.zeros((batch, config.vocab_size), bool) if self.sampling.repetition_penalty != 1 else None,
         }
         state = State(stores=(), shared=self.policy.shared(self.spec, batch), **jax.device_put(begin))
-        x = jax.device_put(np.zeros((*tokens.shape, config.hidden_size), weights["embedding"].dtype))
+        x = jax.device_put(np.zeros((*tokens.shape, config.hidden_size), jax.tree.leaves(weights)[0].dtype))
         stores, out = [], None
         for index in range(config.num_layers):
             part = single_layer(weights, index)

@@ -196,7 +196,7 @@ def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item]) -> Run:
         batch_size=options.batch_size,
         rows=None if items else range(options.batch_size),
     )
-    if options.rerun:
+    if options.rerun and not options.dry_run:  # which has no weights to compare
         check_same(read_manifest(options.rerun), run)
     for index, item in enumerate(items):
         if (limit := run.limit(index)) < run.config.max_new_tokens:
