@@ -11,6 +11,15 @@ from typing import Any, Literal
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
+ROPE_NUMBERS = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,32 +66,22 @@ class RopeConfig:
         partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         if partial not in (None, 1.0, 1):
             raise ValueError(f"config.json: partial_rotary_factor {partial} is not supported; only 1.0 is")
-        if kind != "default" and "factor" not in scaling:
-            raise ValueError(f"config.json: rope_type {kind!r} needs the key 'factor' in its rope parameters")
+        scaled = kind != "default"
         known: dict[str, Any] = {
-            key: scaling[key]
-            for key in (
-                "factor",
-                "low_freq_factor",
-                "high_freq_factor",
-                "beta_fast",
-                "beta_slow",
-                "attention_factor",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            )
-            if scaling.get(key) is not None
+            key: _number(scaling, key, float, above=0.0 if key == "factor" else None)
+            for key in (*(("factor",) if scaled else ()), *ROPE_NUMBERS)
+            if key == "factor" or scaling.get(key) is not None
         }
-        original = (
-            scaling.get("original_max_position_embeddings")
-            or config.get("original_max_position_embeddings")
-            or config.get("max_position_embeddings")
+        if scaling.get("truncate") is not None:
+            known["truncate"] = bool(scaling["truncate"])
+        original = next(
+            (s for s in (scaling, config) if s.get("original_max_position_embeddings")),
+            {"original_max_position_embeddings": config.get("max_position_embeddings")},
         )
-        if kind in ("llama3", "yarn") and not original:
-            raise ValueError(f"config.json: rope_type {kind!r} needs 'original_max_position_embeddings'")
-        theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-        return cls(type=kind, theta=float(theta), original_max_position=int(original or 0), **known)
+        if kind in ("llama3", "yarn"):
+            known["original_max_position"] = _number(original, "original_max_position_embeddings", int, above=0)
+        theta = scaling if scaling.get("rope_theta") is not None else config
+        return cls(type=kind, theta=_number(theta, "rope_theta", float, 10000.0, above=0), **known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,32 +154,27 @@ class ModelConfig:
                 f"config.json: model_type {kind!r} is not supported; supported types are {', '.join(MODEL_TYPES)}"
             )
         _refuse_unsupported(config)
-        try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            vocab, mlp, layers = (config[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers"))
-        except KeyError as missing:
-            raise ValueError(f"config.json: the key {missing} is missing; is this a whole checkpoint?") from None
+        heads, hidden = (_number(config, key, int, above=0) for key in ("num_attention_heads", "hidden_size"))
         bias = bool(config.get("attention_bias", False))
-        eos = config.get("eos_token_id")
         return cls(
             model_type=kind,
-            vocab_size=int(vocab),
+            vocab_size=_number(config, "vocab_size", int, above=0),
             hidden_size=hidden,
-            intermediate_size=int(mlp),
-            num_layers=int(layers),
+            intermediate_size=_number(config, "intermediate_size", int, above=0),
+            num_layers=_number(config, "num_hidden_layers", int, above=0),
             num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=_number(config, "num_key_value_heads", int, heads, above=0),
+            head_dim=_number(config, "head_dim", int, hidden // heads, above=0),
+            norm_eps=_number(config, "rms_norm_eps", float, 1e-6, above=0),
             rope=RopeConfig.from_hf(config),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=True if kind == "qwen2" else bias,
             out_bias=False if kind == "qwen2" else bias,
             mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
             qk_norm=kind == "qwen3",
-            max_position=int(config.get("max_position_embeddings") or 2048),
+            max_position=_number(config, "max_position_embeddings", int, 2048, above=0),
             bos_id=config.get("bos_token_id"),
-            eos_ids=tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (int(eos),)),
+            eos_ids=_token_ids(config, "eos_token_id"),
             dtype=_dtype_name(config.get("dtype") or config.get("torch_dtype")),
         )
 
@@ -216,13 +210,39 @@ class CacheSpec:
         )
 
 
+def _number(
+    config: Mapping[str, Any], key: str, kind: type, default: float | None = None, *, above: float | None = None
+) -> Any:
+    """A number of a config; a key that is missing or null stands for `default`."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config.json: the key {key!r} is missing; is this a whole checkpoint?")
+    whole = isinstance(value, int) or (isinstance(value, float) and (kind is float or value.is_integer()))
+    if isinstance(value, bool) or not whole or (above is not None and not value > above):
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(
+            f"config.json: {key} is {value!r}; it must be {wanted}" + ("" if above is None else f" above {above:g}")
+        )
+    return kind(value)
+
+
+def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """One token id, a list of them, or none."""
+    value = config.get(key)
+    ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a token id or a list of them")
+    return tuple(ids)
+
+
 def _dtype_name(value: Any) -> str | None:
     name = str(value).removeprefix("torch.") if value is not None else None
     return name if name in DTYPES else None
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    layers = int(config.get("num_hidden_layers", 0))
+    layers = _number(config, "num_hidden_layers", int, above=0)
     window = config.get("sliding_window")
     if config.get("use_sliding_window") and window and int(config.get("max_window_layers") or 0) < layers:
         raise ValueError(

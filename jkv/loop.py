@@ -144,7 +144,8 @@ class Batch:
     def _report(self, state: State, decoded: int) -> None:
         if self.on_kept is not None:
             positions = [self.engine.policy.positions(store) for store in state.stores]
-            self.on_kept(decoded, np.stack([np.asarray(x) for x in positions]))
+            # A copy: while the host sees a buffer, the next block would have to leave it alone.
+            self.on_kept(decoded, np.stack([np.asarray(jnp.copy(x)) for x in positions]))
 
     def _fetch(self, out: Output, step: int) -> np.ndarray:
         tokens = np.asarray(out.tokens)

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 
+import jkv
 import weights
 from jkv.api import Run
 from jkv.policies import describe
 
-PACKAGES = ("jkv", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
 def write_manifest(path: Path, run: Run, arguments: Mapping[str, Any]) -> None:
@@ -42,7 +43,11 @@ def write_manifest(path: Path, run: Run, arguments: Mapping[str, Any]) -> None:
         "samples": run.samples,
         "prompts_sha256": hash_prompts(run),
         "device": {"platform": device.platform, "kind": device.device_kind},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            "jkv": jkv.__version__,
+            **{name: version(name) for name in PACKAGES},
+        },
         "stats": run.stats.report(),
     }
     path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -33,13 +33,17 @@ EMBEDDED_ROWS, EMBEDDED_COLUMNS = slice(None, None, 9), slice(5, None, 641)
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny checkpoint: its Hugging Face config, and the seed of its weights and prompt.
+    """A tiny checkpoint.
 
-    Seeds are those whose greedy tokens vary and are far from a tie.
+    Attributes:
+        seed: of its weights and prompt; one whose greedy tokens vary and are far from a tie.
+        config: its Hugging Face config.
+        block: prompt tokens read at once; less than the prompt takes twice as long to compile.
     """
 
     seed: int
     config: Mapping[str, Any]
+    block: int = 512
 
     @property
     def prompt(self) -> np.ndarray:
@@ -74,20 +78,20 @@ _BIASES = {"attention_bias": True, "mlp_bias": True}
 _TIED = {"tie_word_embeddings": True}
 
 CASES = {
-    "llama": Case(0, config("llama")),
+    "llama": Case(0, config("llama"), block=48),
     "llama_tied_biases": Case(3, config("llama", num_key_value_heads=4, **_TIED, **_BIASES)),
     "llama_one_kv_head": Case(6, config("llama", num_key_value_heads=1, head_dim=24)),
     "llama_linear": Case(0, config("llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
     "llama_llama3": Case(3, config("llama", **extended("llama3", low_freq_factor=1.0, high_freq_factor=4.0))),
     "llama_yarn_mscale": Case(4, config("llama", **extended("yarn", mscale=0.7, mscale_all_dim=1.1, truncate=False))),
-    "qwen2_seven": Case(0, config("qwen2", **_SEVEN)),
+    "qwen2_seven": Case(0, config("qwen2", **_SEVEN), block=48),
     "qwen2_seven_tied": Case(0, config("qwen2", **_SEVEN, **_TIED)),
     "qwen2_theta_old_spelling": Case(
         2, old_spelling(config("qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
     ),
     "qwen2_window_off": Case(3, config("qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=1)),
     "qwen2_yarn_old_spelling": Case(1, old_spelling(config("qwen2", **extended("yarn")))),
-    "qwen3": Case(0, config("qwen3")),
+    "qwen3": Case(0, config("qwen3"), block=48),
     "qwen3_tied_biases": Case(27, config("qwen3", attention_bias=True, **_TIED)),
     "qwen3_yarn_factor": Case(
         0, config("qwen3", **extended("yarn", attention_factor=0.8, beta_fast=16.0, beta_slow=2.0))

@@ -57,7 +57,7 @@ def test_defaults_of_absent_keys():
 @pytest.mark.parametrize("scaling", [None, {}, {"rope_type": "default"}, {"type": "default"}])
 def test_rope_without_scaling_may_be_said_in_many_ways(scaling):
     old = older(hf_config()) | {"rope_scaling": scaling}
-    assert ModelConfig.from_hf(old).rope == RopeConfig(original_max_position=512)
+    assert ModelConfig.from_hf(old).rope == RopeConfig()
 
 
 @pytest.mark.parametrize(("eos", "ids"), [(7, (7,)), ([7, 9], (7, 9)), (None, ()), (0, (0,))])
@@ -91,7 +91,7 @@ def rope(**changes: Any) -> dict[str, Any]:
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "6 query heads cannot be shared among 4 kv heads"),
         ({"head_dim": 15}, "head_dim 15"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         (rope(rope_type="dynamic", factor=2.0), "rope_type 'dynamic'"),
         (rope(rope_type="longrope", factor=2.0), "rope_type 'longrope'"),
         (rope(rope_type="linear"), "'factor'"),
@@ -210,3 +210,20 @@ def test_configurations_are_values():
     assert {spec: 1}[CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8)] == 1
     with pytest.raises(AttributeError):
         config.head_dim = 8  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
+        ({"vocab_size": None}, "'vocab_size' is missing"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"eos_token_id": "end"}, "eos_token_id is 'end'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "'factor' is missing"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
+    ],
+)
+def test_values_that_are_not_numbers_are_refused_by_key(changes, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_hf(hf_config() | changes)

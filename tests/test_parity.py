@@ -34,7 +34,7 @@ def tiny(tmp_path_factory):
             cases.NEW,
             longest=max(cases.LENGTHS),
             steps=cases.NEW - 1,
-            prefill_block=48,
+            prefill_block=case.block,
         )
         return folder, trace
 

@@ -373,7 +373,7 @@ def test_code_in_a_checkpoint_is_never_run(tmp_path):
         (b"\xff\xfe\x00", ["not valid JSON"]),
         (json.dumps(config() | {"model_type": "gpt_neox"}), ["'gpt_neox'", "llama, qwen2, qwen3"]),
         (json.dumps(config(num_hidden_layers="two")), ["two"]),
-        (json.dumps({"model_type": "llama"}), ["num_attention_heads"]),
+        (json.dumps({"model_type": "llama"}), ["num_hidden_layers"]),
     ],
 )
 def test_a_config_that_cannot_be_used_is_refused(tmp_path, content, words):

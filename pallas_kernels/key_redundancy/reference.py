@@ -6,7 +6,8 @@ from jax import Array, lax
 
 from pallas_kernels.decode_attention.reference import MASKED
 
-BLOCK = 256
+LONGEST_BLOCK, SHORTEST_BLOCK = 256, 16
+WORKSPACE = 64 << 20  # bytes that one block of cosines may take
 
 
 def key_redundancy(k: Array, length: Array, *, threshold: float = 0.5, retain: str = "recent") -> Array:
@@ -26,7 +27,8 @@ def key_redundancy(k: Array, length: Array, *, threshold: float = 0.5, retain: s
         float32 `[B, H, C]`, summing to 1 over the filled slots, 0 beyond.
     """
     capacity = k.shape[2]
-    block = min(BLOCK, capacity)
+    fitting = WORKSPACE // (4 * length.size * capacity)
+    block = min(max(1 << max(fitting.bit_length() - 1, 0), SHORTEST_BLOCK), LONGEST_BLOCK, capacity)
     padded = -(-capacity // block) * block
     k = k.astype(jnp.float32)
     unit = k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-6)
