@@ -1,7 +1,7 @@
 """Decoding on CPU beside transformers: the same weights, prompt and threads, in one run.
 
-    python bench/cpu_decode.py                        the table: batch 1, 4 and 16, prompt 128, 256 new tokens
-    python bench/cpu_decode.py --flat 4096            time of a step against the length of the text
+    python -m bench.cpu_decode                        the table: batch 1, 4 and 16, prompt 128, 256 new tokens
+    python -m bench.cpu_decode --flat 4096            time of a step against the length of the text
 
 Rounds of the peers alternate and the best round of each counts, because other work disturbs the machine; only ratios
 within one run mean anything. Needs the `parity` extra (torch) for transformers' side.

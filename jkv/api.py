@@ -49,8 +49,10 @@ class GenerationConfig(Sampling):
         """Raises ValueError when a value is out of range."""
         super().__post_init__()
         check_seed(self.seed)
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be a whole number of at least 1")
+        if not isinstance(self.stop, tuple):
+            raise ValueError(f"stop={self.stop!r} must be a tuple of texts, as in ('END',)")
         if not all(self.stop):
             raise ValueError("a stop string is empty; leave it out")
 
@@ -269,7 +271,12 @@ class LLM:
             if not len(prompt):
                 raise ValueError(f"prompt {index} is empty; give it at least one token")
             if len(prompt) >= longest:
-                raise ValueError(f"prompt {index} has {len(prompt)} tokens; the model reads at most {longest}")
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; the model reads at most {longest}, answer included: "
+                    "shorten it"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < self.checkpoint.config.vocab_size:
+                raise ValueError(f"prompt {index} has token ids that the model does not; is the tokenizer its own?")
         rows = range(len(prompts) * samples) if rows is None else rows
         return Run(
             self, prompts, self.prepare(policy), config, samples, min(batch_size, max(len(rows), 1)), rows, on_kept
@@ -456,7 +463,7 @@ def generate(
 
     Args:
         llm: from `load`.
-        prompts: a text, a list of texts, or a list of chats (each a list of messages).
+        prompts: a text, a chat (a list of messages), or a list of either.
         policy: a policy or its text form, as "gkv:budget=512".
         config: how to draw; None is the checkpoint's own.
         samples: answers for each prompt.
@@ -466,7 +473,8 @@ def generate(
     Returns:
         Results in the order of prompts, then samples.
     """
-    several: Any = [prompts] if isinstance(prompts, str) else prompts
+    one = isinstance(prompts, str) or any(isinstance(item, Mapping) for item in prompts)
+    several: Any = [prompts] if one else prompts
     ids = [llm.encode(prompt, raw=raw) for prompt in several]
     run = llm.run(ids, policy=policy, config=config, samples=samples, batch_size=batch_size)
     results = [event for event in run if isinstance(event, Result)]

@@ -77,6 +77,7 @@ class Batch:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _stopped: set[int] = field(default_factory=set)
+    _drawn: list[np.ndarray] = field(default_factory=list)
 
     def stop(self, row: int) -> None:
         """Ends a row that the caller wants no more tokens of."""
@@ -152,9 +153,12 @@ class Batch:
         finite = np.asarray(out.finite)
         if not finite.all():
             row, column = np.argwhere(~finite)[0]
-            part = find_nonfinite(join(self.engine.config, self.weights), jnp.asarray([self.prompts[row]], jnp.int32))
+            drawn = np.concatenate([*self._drawn, tokens[:, :column]], axis=1)[row]
+            text = jnp.asarray([[*self.prompts[row], *drawn]], jnp.int32)
+            part = find_nonfinite(join(self.engine.config, self.weights), text)
             raise ValueError(
-                f"non-finite logits at step {step + column} of row {row} ({part}); the weights hold infinite or NaN "
-                "values, or overflow in this dtype: check the checkpoint, or try --dtype float32"
+                f"non-finite logits at step {step + column} of row {self.rows[row]} ({part}); the weights hold "
+                "infinite or NaN values, or overflow in this dtype: check the checkpoint, or try --dtype float32"
             )
+        self._drawn.append(tokens)
         return tokens

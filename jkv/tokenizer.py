@@ -112,7 +112,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt: one BOS if the model uses one, also where the text already begins with it; no EOS."""
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        ids = self._encode(text)
         return ids if ids[:1] == self._prefix else self._prefix + ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None) -> str:
@@ -142,7 +142,7 @@ class Tokenizer:
         broken = [m if m["role"] == "assistant" else self._break_controls(m, mark) for m in messages]
         if broken != list(messages):
             text = self.render(broken, arguments)
-        return [i for piece in text.split(mark) for i in self.backend.encode(piece, add_special_tokens=False).ids]
+        return [i for piece in text.split(mark) for i in self._encode(piece)]
 
     def unused_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
         """Names among `arguments` that the chat template never looks at, sorted."""
@@ -151,6 +151,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`, without special tokens if so asked; spaces stay as they are, unknown ids are left out."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def _encode(self, text: str) -> list[int]:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("the text holds half a character (a lone surrogate); give it as whole UTF-8")
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:

@@ -119,8 +119,9 @@ def test_a_chat_and_a_text_are_told_apart(llm):
     assert llm.encode(chat) == expected != llm.encode("hi", raw=True)
     assert len(llm.encode("hi", system="be brief")) > len(expected)
     assert llm.encode("hi", arguments={"enable_thinking": False}) != expected
-    results = jkv.generate(llm, [chat, "hi"], config=GenerationConfig(max_new_tokens=3))
-    assert tokens(results)[0] == tokens(results)[1]
+    settings = GenerationConfig(max_new_tokens=3)
+    results = jkv.generate(llm, [chat, "hi"], config=settings)
+    assert tokens(results)[0] == tokens(results)[1] == tokens(jkv.generate(llm, chat, config=settings))[0]
     with pytest.raises(ValueError, match="chat template"):
         llm.encode(chat, raw=True)
 
@@ -382,6 +383,18 @@ def test_logits_that_are_not_finite_are_refused_by_layer_and_step(tmp_path, fold
         jkv.generate(jkv.load(tmp_path), TEXT, raw=True)
 
 
+def test_a_token_that_breaks_decoding_is_found(tmp_path, llm):
+    prompts = [ids(3), ids(5, seed=5)]
+    drawn = draw(llm, prompts, ignore_eos=True)[1].tokens
+    bad = drawn[NEW - 4]
+    assert drawn.index(bad) == NEW - 4 and bad not in prompts[0] + prompts[1] + [*draw(llm, prompts)[0].tokens]
+    tensors = random_tensors(config(), seed=0)
+    tensors["model.embed_tokens.weight"][bad] = np.inf
+    save_tensors(save_hf(tmp_path, config()), tensors)
+    with pytest.raises(ValueError, match=rf"at step {NEW - 3} of row 1 \(embedding\)"):
+        draw(jkv.load(tmp_path), prompts, ignore_eos=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -402,6 +415,12 @@ def test_bad_settings_are_refused(fields, message):
 def test_bad_requests_are_refused(llm):
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         llm.run([ids(3), []])
+    for bad in (-1, VOCAB_SIZE):
+        with pytest.raises(ValueError, match="prompt 1 has token ids that the model does not"):
+            llm.run([ids(3), [5, bad]])
+    for raw in (True, False):
+        with pytest.raises(ValueError, match="half a character"):
+            jkv.generate(llm, "a\ud800b", raw=raw)
     with pytest.raises(ValueError, match="batch_size=0 and samples=1"):
         llm.run([ids(3)], batch_size=0)
     with pytest.raises(ValueError, match="'nothing' does not exist"):
