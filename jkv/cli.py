@@ -12,8 +12,8 @@ from typing import Any, NoReturn, get_type_hints
 import jax
 import platformdirs
 
-from jkv.api import GenerationConfig
 from jkv.policies import describe, entry, names
+from jkv.run import GenerationConfig
 
 MODEL_HELP = "Hugging Face folder or hub id, GGUF file, or folder written by weights.convert; default: embedded model"
 

@@ -13,8 +13,8 @@ import jax
 
 import jkv
 import weights
-from jkv.api import Run
 from jkv.policies import describe
+from jkv.run import Run
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers")
 

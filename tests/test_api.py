@@ -398,13 +398,14 @@ def test_a_token_that_breaks_decoding_is_found(tmp_path, llm):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number"),
         ({"seed": -1}, "seed=-1 must be an integer from 0"),
         ({"seed": 2**63}, "seed=9223372036854775808 must be"),
         ({"temperature": -0.1}, "temperature=-0.1 must be a finite number >= 0"),
         ({"temperature": math.nan}, "temperature=nan must be"),
         ({"top_p": 1.5}, "top_p=1.5 must be between 0 and 1"),
         ({"stop": ("a", "")}, "a stop string is empty"),
+        ({"stop": "END"}, "stop=.END. must be a tuple"),
     ],
 )
 def test_bad_settings_are_refused(fields, message):

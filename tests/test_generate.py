@@ -442,7 +442,7 @@ class Oldest(Evict):
         ("--top-k -1", "top_k=-1 must be an integer >= 0; 0 is off"),
         ("--min-p nan", "min_p=nan must be"),
         ("--repetition-penalty 0", "repetition_penalty=0.0 must be above 0; 1 is off"),
-        ("--max-new-tokens 0", "max_new_tokens=0 must be at least 1"),
+        ("--max-new-tokens 0", "max_new_tokens=0 must be a whole number of at least 1"),
         ("--stop ''", "a stop string is empty"),
         ("--policy nothing", "policy 'nothing' does not exist"),
         ("--policy gvk", "did you mean 'gkv'"),

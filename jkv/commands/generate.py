@@ -17,12 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import weights
 from jkv import cli
-from jkv.api import LLM, GenerationConfig, Piece, Result, Run, load, resolve_dtype
+from jkv.api import LLM, load, resolve_dtype
 from jkv.jsonl import Answers, Item, read_prompts
 from jkv.manifest import check_same, read_manifest, write_manifest
 from jkv.models.decoder import Decoder
 from jkv.plan import describe_plan, format_bytes, make_plan
 from jkv.policies import format_policy, get_policy
+from jkv.run import GenerationConfig, Piece, Result, Run
 from jkv.sampling import Sampling
 from jkv.text import load_tokenizer
 
