@@ -165,14 +165,14 @@ def test_every_end_token_is_an_eos(tmp_path):
         ),
         (
             {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0, "freq_base": 5e5},
-            {"type": "yarn", "factor": 4.0, "beta_fast": 16.0, "theta": 5e5},
+            {"type": "yarn", "factor": 4.0, "beta_fast": 16.0, "theta": 5e5, "original_max_position": 512},
         ),
     ],
 )
 def test_rope_scaling(tmp_path, metadata, expected):
     path = save_gguf(tmp_path / "m.gguf", small("qwen2"), metadata={f"qwen2.rope.{k}": v for k, v in metadata.items()})
     rope = read_config(GgufHeader(path)).rope
-    for key, value in {"type": "default", "theta": 10000.0, "original_max_position": 512, **expected}.items():
+    for key, value in {"type": "default", "theta": 10000.0, "original_max_position": 0, **expected}.items():
         assert getattr(rope, key) == value
 
 
@@ -225,7 +225,7 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, factor):
         ({"llama.attention.value_length": 8}, "value_length 8"),
         ({"llama.attention.head_count": [4, 2]}, "llama.attention.head_count differs from layer to layer"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
-        ({"llama.attention.head_count": 0}, "num_heads is 0"),
+        ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
         ({"llama.context_length": "long"}, "llama.context_length is 'long', not a number"),
         ({"llama.attention.head_count_kv": 3}, "4 query heads cannot be shared among 3"),
         ({"split.count": 3}, "one of 3 parts"),
