@@ -101,7 +101,7 @@ def measure_steps(llm: jkv.LLM, options: argparse.Namespace) -> list[dict[str, A
             if count:
                 marks[policy].append((time.perf_counter() - begin) * 1e3 / count)
     rows = []
-    for index in range(min(map(len, marks.values()))):
+    for index in range(1, min(map(len, marks.values()))):  # the first interval has the compiling in it
         tokens = options.prompt + (index + 1) * width
         rows.append({"tokens": tokens, **{p: round(times[index], 2) for p, times in marks.items()}})
     return rows
