@@ -17,7 +17,8 @@ def attend(q: Array, view: View, *, return_probs: bool = False) -> tuple[Array, 
     Returns:
         ``(out [B, H, G, D], probs float32 [B, H, G, C] or None)``.
     """
-    return pallas_kernels.decode_attention(q, view.k, view.v, view.length, return_probs=return_probs)
+    attended = pallas_kernels.decode_attention(q, view.k, view.v, view.length, return_probs=return_probs)
+    return attended.out, attended.probs
 
 
 def attend_prompt(prompt: Prompt, *, block: int) -> Array:

@@ -181,18 +181,18 @@ def keep(slots: Slots, index: Array, count: Array, *, fills: Mapping[str, float]
     """
     full = jnp.arange(slots.capacity, dtype=jnp.int32).reshape(1, 1, -1) < count[..., None]
 
-    def move(x: Array, fill: float) -> Array:
-        moved = pallas_kernels.compact(x, index)
-        return jnp.where(full.reshape(full.shape + (1,) * (x.ndim - 3)), moved, jnp.asarray(fill, x.dtype))
+    def empty(x: Array, fill: float) -> Array:
+        return jnp.where(full.reshape(full.shape + (1,) * (x.ndim - 3)), x, jnp.asarray(fill, x.dtype))
 
+    k, v, pos, *extra = pallas_kernels.compact((slots.k, slots.v, slots.pos, *slots.extra.values()), index)
     return replace(
         slots,
         # Keys and values beyond the length are never read, so nothing is written there.
-        k=pallas_kernels.compact(slots.k, index),
-        v=pallas_kernels.compact(slots.v, index),
-        pos=move(slots.pos, -1),
+        k=k,
+        v=v,
+        pos=empty(pos, -1),
         length=count,
-        extra={name: move(x, fills.get(name, 0)) for name, x in slots.extra.items()},
+        extra={name: empty(x, fills.get(name, 0)) for name, x in zip(slots.extra, extra, strict=True)},
     )
 
 

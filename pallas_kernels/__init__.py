@@ -1,10 +1,25 @@
-"""The array operations of budgeted decoding. Each folder holds one operation and its jnp reference."""
+"""The array operations of budgeted decoding.
 
-from pallas_kernels.compact.reference import compact
-from pallas_kernels.decode_attention.reference import decode_attention
-from pallas_kernels.key_redundancy.reference import key_redundancy
-from pallas_kernels.prefill_attention.reference import prefill_attention
-from pallas_kernels.select_top.reference import select_top
-from pallas_kernels.window_scores.reference import window_scores
+Each folder holds one operation: its contract, the jnp reference that specifies it, and its GPU kernels. `dispatch` is
+the table of what there is and picks from it.
+"""
 
-__all__ = ["compact", "decode_attention", "key_redundancy", "prefill_attention", "select_top", "window_scores"]
+from pallas_kernels.compact import compact
+from pallas_kernels.decode_attention import Attended, NewToken, decode_attention
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.key_redundancy import key_redundancy
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.select_top import select_top
+from pallas_kernels.window_scores import window_scores
+
+__all__ = [
+    "Attended",
+    "Implementation",
+    "NewToken",
+    "compact",
+    "decode_attention",
+    "key_redundancy",
+    "prefill_attention",
+    "select_top",
+    "window_scores",
+]

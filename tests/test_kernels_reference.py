@@ -54,8 +54,8 @@ def test_decode_attention(capacity, group, size):
         v[b, h, length[b, h] :] = 1e4
     expected, expected_probs = decode_reference(q, k, v, length)
     attend = jax.jit(pallas_kernels.decode_attention, static_argnames="return_probs")
-    out, none = attend(q, k, v, length)
-    same, probs = attend(q, k, v, length, return_probs=True)
+    out, none, *_ = attend(q, k, v, length)
+    same, probs, *_ = attend(q, k, v, length, return_probs=True)
     assert none is None
     check(out, expected)
     check(same, expected)
@@ -79,7 +79,7 @@ def test_decode_attention_in_bfloat16_sums_in_float32():
         jnp.asarray(x, jnp.bfloat16) for x in (normal(1, 1, 2, 64), normal(1, 1, 600, 64), normal(1, 1, 600, 64))
     )
     length = np.array([[600]], np.int32)
-    out, probs = pallas_kernels.decode_attention(q, k, v, length, return_probs=True)
+    out, probs, *_ = pallas_kernels.decode_attention(q, k, v, length, return_probs=True)
     assert out.dtype == jnp.bfloat16
     assert probs is not None
     assert probs.dtype == jnp.float32
@@ -241,7 +241,7 @@ def test_compact_gathers_to_the_front_and_leaves_the_rest(shape, most):
     count = rng.integers(0, most + 1, (2, 3))
     for b, h in np.ndindex(2, 3):
         index[b, h, : count[b, h]] = np.sort(rng.choice(20, count[b, h], replace=False))
-    found = np.asarray(jax.jit(pallas_kernels.compact)(x, index))
+    found = np.asarray(jax.jit(pallas_kernels.compact)((x,), index)[0])
     for b, h in np.ndindex(2, 3):
         n = count[b, h]
         np.testing.assert_array_equal(found[b, h, :n], x[b, h, index[b, h, :n]])

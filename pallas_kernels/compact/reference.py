@@ -1,18 +1,14 @@
-"""Moves the chosen slots to the front of a cache array, in jnp."""
+"""`pallas_kernels.compact` in jnp."""
 
 import jax.numpy as jnp
 from jax import Array
 
 
-def compact(x: Array, index: Array) -> Array:
-    """Gathers slots by ascending index into the front of the array.
+def compact(arrays: tuple[Array, ...], index: Array) -> tuple[Array, ...]:
+    """A gather, and an update in place."""
 
-    Args:
-        x: `[B, H, C, ...]`.
-        index: int32 `[B, H, N]` with N <= C; at an index of C or more the content is unspecified.
+    def move(x: Array) -> Array:
+        chosen = jnp.minimum(index, x.shape[2] - 1).reshape(index.shape + (1,) * (x.ndim - 3))
+        return x.at[:, :, : index.shape[2]].set(jnp.take_along_axis(x, chosen, axis=2))
 
-    Returns:
-        `[B, H, C, ...]`; slots from N on keep what they held.
-    """
-    chosen = jnp.minimum(index, x.shape[2] - 1).reshape(index.shape + (1,) * (x.ndim - 3))
-    return x.at[:, :, : index.shape[2]].set(jnp.take_along_axis(x, chosen, axis=2))
+    return tuple(move(x) for x in arrays)

@@ -1,0 +1,59 @@
+"""One query token a row over the filled prefix of a cache."""
+
+from typing import NamedTuple
+
+from jax import Array
+
+from pallas_kernels.dispatch import Implementation, run
+
+
+class NewToken(NamedTuple):
+    """The token being decoded, not yet in the cache.
+
+    Attributes:
+        k, v: `[B, H, D]`.
+        active: rows that have one, bool `[B]`.
+    """
+
+    k: Array
+    v: Array
+    active: Array
+
+
+class Attended(NamedTuple):
+    """What attention gives.
+
+    Attributes:
+        out: `[B, H, G, D]` in the values' dtype.
+        probs: float32 `[B, H, G, C]`, 0 beyond the length; None unless asked for.
+        k, v: the cache `[B, H, C, D]`, with the new token in it if there was one.
+    """
+
+    out: Array
+    probs: Array | None
+    k: Array
+    v: Array
+
+
+def decode_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    length: Array,
+    new: NewToken | None = None,
+    *,
+    return_probs: bool = False,
+    implementation: Implementation | str = "xla",
+) -> Attended:
+    """Softmax attention of one token per row over slots ``0 .. length - 1``.
+
+    Args:
+        q: queries `[B, H, G, D]`.
+        k, v: cached keys and values `[B, H, C, D]`.
+        length: filled slots, int32 `[B, H]`.
+        new: a token to write to slot ``length - 1`` of the active rows before attending, in place where the cache is
+            donated; other rows' slots are as they were.
+        return_probs: also return the attention probabilities.
+        implementation: what runs it.
+    """
+    return run("decode_attention", implementation, q, k, v, length, new, return_probs=return_probs)

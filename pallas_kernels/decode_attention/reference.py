@@ -1,10 +1,12 @@
-"""One query token a row over the filled prefix of a cache, in jnp."""
+"""`pallas_kernels.decode_attention` in jnp."""
 
 from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+
+from pallas_kernels.decode_attention import Attended, NewToken
 
 # Finite, so that a row without a single filled slot (a padding row) gives numbers and not NaN.
 MASKED = -1e30
@@ -24,28 +26,37 @@ class Form(NamedTuple):
 
 
 def decode_attention(
-    q: Array, k: Array, v: Array, length: Array, *, return_probs: bool = False
-) -> tuple[Array, Array | None]:
-    """Softmax attention of one token per row over slots ``0 .. length - 1``.
-
-    Args:
-        q: queries `[B, H, G, D]`.
-        k, v: cached keys and values `[B, H, C, D]`.
-        length: filled slots, int32 `[B, H]`.
-        return_probs: also return the attention probabilities (reads every slot of the cache).
-
-    Returns:
-        ``(out, probs)``: `[B, H, G, D]` in `v`'s dtype, and float32 `[B, H, G, C]` (0 beyond `length`) or None.
-    """
+    q: Array, k: Array, v: Array, length: Array, new: NewToken | None = None, *, return_probs: bool
+) -> Attended:
+    """Writes the new token, then attends; probabilities need the whole cache at once."""
+    k, v = write(k, v, length, new)
     if return_probs:
         _, weights, out, total = _attend_block(q, k, v, length, _nothing(q)[0], form=Form(block=k.shape[2]))
         total = jnp.maximum(total, 1e-30)[..., None]
-        return (out / total).astype(v.dtype), weights / total
+        return Attended((out / total).astype(v.dtype), weights / total, k, v)
     # On CPU, XLA runs a batch of small products on one core and copies a sliced operand first; a sum of products it
     # fuses with the slice and spreads over the cores, which pays with several rows.
     cpu = Form(block=64, fused=True) if q.shape[0] >= 4 else Form(block=256)
     attend = partial(lax.platform_dependent, q, k, v, length)
-    return attend(cpu=partial(attend_blocks, form=cpu), default=partial(attend_blocks, form=Form(block=512))), None
+    out = attend(cpu=partial(attend_blocks, form=cpu), default=partial(attend_blocks, form=Form(block=512)))
+    return Attended(out, None, k, v)
+
+
+def write(k: Array, v: Array, length: Array, new: NewToken | None) -> tuple[Array, Array]:
+    """The cache with the new token in slot ``length - 1`` of its active rows."""
+    if new is None:
+        return k, v
+    batch, heads, capacity = k.shape[:3]
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    head = jnp.arange(heads, dtype=jnp.int32)[None]
+    # The others write out of bounds, which is dropped.
+    slot = jnp.where(new.active[:, None], length - 1, capacity)
+
+    def put(x: Array, value: Array) -> Array:
+        value = value.astype(x.dtype)
+        return x.at[row, head, slot].set(value, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    return put(k, new.k), put(v, new.v)
 
 
 def attend_blocks(q: Array, k: Array, v: Array, length: Array, *, form: Form) -> Array:

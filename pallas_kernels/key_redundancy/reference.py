@@ -1,4 +1,4 @@
-"""How much each cached key resembles the others (R-KV, arXiv 2505.24133), in jnp, block by block."""
+"""`pallas_kernels.key_redundancy` in jnp."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,7 @@ WORKSPACE = 64 << 20  # bytes that one block of cosines may take
 
 
 def key_redundancy(k: Array, length: Array, *, threshold: float = 0.5, retain: str = "recent") -> Array:
-    """Softmax over the slots of the mean cosine similarity to all other keys.
-
-    For each key one similar key is spared: of the slots whose cosine exceeds `threshold`, the most recent one does
-    not count this key against itself. No `[C, C]` array is formed.
-
-    Args:
-        k: cached keys `[B, H, C, D]` in time order.
-        length: filled slots, int32 `[B, H]`.
-        threshold: cosine above which two keys are alike.
-        retain: "recent": as above. "last": the same, but a key without a similar one spares slot 0 (as the R-KV code
-            does). "first": every key spares slot 0 (as that code's "first" does).
-
-    Returns:
-        float32 `[B, H, C]`, summing to 1 over the filled slots, 0 beyond.
-    """
+    """Cosines of all keys with one block of keys at a time."""
     capacity = k.shape[2]
     fitting = WORKSPACE // (4 * length.size * capacity)
     block = min(max(1 << max(fitting.bit_length() - 1, 0), SHORTEST_BLOCK), LONGEST_BLOCK, capacity)

@@ -1,4 +1,4 @@
-"""Causal attention of a prompt over itself, in jnp, in blocks: memory grows with T, not with T squared."""
+"""`pallas_kernels.prefill_attention` in jnp, in blocks: memory grows with T, not with T squared."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -6,19 +6,8 @@ from jax import Array, lax
 from pallas_kernels.decode_attention.reference import MASKED
 
 
-def prefill_attention(q: Array, k: Array, v: Array, *, block: int = 512) -> Array:
-    """Causal softmax attention within right-padded prompts.
-
-    Padding needs no mask: it stands to the right, and no real token looks there.
-
-    Args:
-        q: queries `[B, H, G, T, D]`.
-        k, v: keys and values `[B, H, T, D]`.
-        block: query and key tokens handled at once.
-
-    Returns:
-        `[B, H, G, T, D]` in `v`'s dtype.
-    """
+def prefill_attention(q: Array, k: Array, v: Array, *, block: int) -> Array:
+    """One block of queries after the other, each over the blocks of keys up to its own."""
     length = q.shape[3]
     block = min(block, length)
     padded = -(-length // block) * block
