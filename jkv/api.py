@@ -22,6 +22,7 @@ from jkv.policies.base import try_score
 from jkv.run import GenerationConfig, Piece, Result, Run
 from jkv.sampling import Sampling
 from jkv.text import Tokenizer, load_tokenizer
+from pallas_kernels import dispatch
 
 Prompt = str | Sequence[Mapping[str, Any]]
 SHORTEST_MAX_LEN = 512
@@ -37,12 +38,14 @@ class LLM:
         dtype: of parameters and cache.
         decoder: the model.
         tokenizer: its tokenizer.
+        implementation: what runs the operations of `pallas_kernels`; None is the quickest on the device.
     """
 
     checkpoint: checkpoints.Checkpoint
     dtype: str
     decoder: Decoder = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
+    implementation: str | None = None
     programs: Programs = field(default_factory=Programs, repr=False)
 
     @cached_property
@@ -112,11 +115,13 @@ class LLM:
         self, policy: Policy, sampling: Sampling, *, max_len: int, max_new: int, prefill_block: int = 512
     ) -> Engine:
         """The engine for texts of up to `max_len` tokens, rounded up so that few programs are ever compiled."""
+        asked = policy.implementation or self.implementation
         spec = CacheSpec.of(
             self.checkpoint.config,
             max_len=_round_length(max_len),
             max_new=_round_length(max_new),
             dtype=self.dtype,
+            implementation=dispatch.choose(asked, jax.devices()[0], self.dtype),
         )
         return Engine(
             config=self.checkpoint.config, policy=policy, spec=spec, sampling=sampling, prefill_block=prefill_block
@@ -172,7 +177,11 @@ class LLM:
 
 
 def load(
-    model: str | Path | checkpoints.Checkpoint | None = None, *, dtype: str | None = None, revision: str | None = None
+    model: str | Path | checkpoints.Checkpoint | None = None,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    implementation: str | None = None,
 ) -> LLM:
     """Loads a model.
 
@@ -182,6 +191,8 @@ def load(
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own; None is float32 on CPU, where
             half precision is emulated, and elsewhere the checkpoint's own if that is half precision, else bfloat16.
         revision: branch, tag or commit of a hub id.
+        implementation: "xla", "triton" or "mosaic": what runs the operations of `pallas_kernels`; None is the quickest
+            on the device.
 
     Raises:
         ValueError: the model cannot be found or is not supported; the message says what to do.
@@ -191,9 +202,11 @@ def load(
     if checkpoint.tokenizer is None:
         raise ValueError(f"{checkpoint.path}: no tokenizer files; copy the model's tokenizer.json there")
     dtype = resolve_dtype(checkpoint, dtype)
+    dispatch.choose(implementation, jax.devices()[0], dtype)  # refused before any weight is read
     return LLM(
         checkpoint=checkpoint,
         dtype=dtype,
+        implementation=implementation,
         tokenizer=load_tokenizer(checkpoint.tokenizer),
         decoder=checkpoints.load_parameters(checkpoints.cached(checkpoint, dtype), dtype),
     )

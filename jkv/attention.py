@@ -4,9 +4,10 @@ from jax import Array
 
 import pallas_kernels
 from jkv.cache import Prompt, View
+from pallas_kernels import Attended
 
 
-def attend(q: Array, view: View, *, return_probs: bool = False) -> tuple[Array, Array | None]:
+def attend(q: Array, view: View, *, return_probs: bool = False) -> Attended:
     """Attention of one token a row.
 
     Args:
@@ -15,12 +16,16 @@ def attend(q: Array, view: View, *, return_probs: bool = False) -> tuple[Array, 
         return_probs: also return the probabilities.
 
     Returns:
-        ``(out [B, H, G, D], probs float32 [B, H, G, C] or None)``.
+        The output `[B, H, G, D]`, probabilities float32 `[B, H, G, C]` or None, and keys and values with the view's
+        new token in them.
     """
-    attended = pallas_kernels.decode_attention(q, view.k, view.v, view.length, return_probs=return_probs)
-    return attended.out, attended.probs
+    return pallas_kernels.decode_attention(
+        q, view.k, view.v, view.length, view.new, return_probs=return_probs, implementation=view.implementation
+    )
 
 
 def attend_prompt(prompt: Prompt, *, block: int) -> Array:
     """Full causal attention inside the prompts, `[B, H, G, T, D]`, `block` tokens at once."""
-    return pallas_kernels.prefill_attention(prompt.q, prompt.k, prompt.v, block=block)
+    return pallas_kernels.prefill_attention(
+        prompt.q, prompt.k, prompt.v, block=block, implementation=prompt.implementation
+    )

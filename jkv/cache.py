@@ -13,6 +13,11 @@ import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
+from pallas_kernels import NewToken
+from pallas_kernels.decode_attention.reference import write
+from pallas_kernels.dispatch import XLA, Implementation
+
+STATIC = {"static": True}  # marks a field that is part of a pytree's structure, not an array in it
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +31,7 @@ class Prompt:
         k_pre: keys before RoPE, `[B, H, T, D]`.
         tokens: token ids, int32 `[B, T]`.
         length: tokens of each row before its padding, int32 `[B]`.
+        implementation: what runs the operations on them.
     """
 
     q: Array
@@ -34,6 +40,7 @@ class Prompt:
     k_pre: Array
     tokens: Array
     length: Array
+    implementation: Implementation = field(default=XLA, metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass
@@ -67,11 +74,15 @@ class View:
     Attributes:
         k, v: `[B, H, C, D]`.
         length: int32 `[B, H]`.
+        new: token that attention writes to the last of them first, or None.
+        implementation: what runs attention.
     """
 
     k: Array
     v: Array
     length: Array
+    new: NewToken | None = None
+    implementation: Implementation = field(default=XLA, metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +96,8 @@ class Slots:
         length: filled slots, int32 `[B, H]`.
         window: queries of the last W tokens, `[B, W, H, G, D]`; the token at position p is at index p mod W.
         extra: arrays `[B, H, C, ...]` by name that move with their slots.
+        new: the token in the last slot of the active rows, until attention has written its key and value there.
+        implementation: what runs the operations on the slots.
     """
 
     k: Array
@@ -93,6 +106,8 @@ class Slots:
     length: Array
     window: Array
     extra: dict[str, Array] = field(default_factory=dict)
+    new: NewToken | None = None
+    implementation: Implementation = field(default=XLA, metadata=STATIC)
 
     @property
     def capacity(self) -> int:
@@ -111,7 +126,7 @@ class Slots:
 
     def view(self) -> View:
         """Everything that is cached."""
-        return View(self.k, self.v, self.length)
+        return View(self.k, self.v, self.length, self.new, self.implementation)
 
     def recent(self, count: int) -> Array:
         """The last `count` filled slots, bool `[B, H, C]`."""
@@ -139,27 +154,40 @@ def fill(prompt: Prompt, *, window: int = 0) -> Slots:
         pos=jnp.broadcast_to(pos[:, None], (batch, heads, length)),
         length=jnp.broadcast_to(prompt.length[:, None], (batch, heads)),
         window=_last_queries(prompt, window),
+        implementation=prompt.implementation,
     )
 
 
 def put(slots: Slots, token: Token) -> Slots:
-    """Appends one token to every active row."""
+    """Appends one token to every active row, which must have room; attention then writes its key and value.
+
+    `settle` writes them where there is no attention.
+
+    Raises:
+        ValueError: the token before has not been written yet.
+    """
+    if slots.new is not None:
+        raise ValueError("the slots' last token is not written yet; attend to their view, or settle them")
     batch, heads = slots.length.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     head = jnp.arange(heads, dtype=jnp.int32)[None]
     # A row that has ended writes out of bounds, which is dropped.
     index = jnp.where(token.active[:, None], slots.length, slots.capacity)
 
-    def write(x: Array, value: Array) -> Array:
-        return x.at[row, head, index].set(value, mode="drop", unique_indices=True, indices_are_sorted=True)
-
+    pos = jnp.broadcast_to(token.pos[:, None], index.shape)
+    pos = slots.pos.at[row, head, index].set(pos, mode="drop", unique_indices=True, indices_are_sorted=True)
     return replace(
         slots,
-        k=write(slots.k, token.k.astype(slots.k.dtype)),
-        v=write(slots.v, token.v.astype(slots.v.dtype)),
-        pos=write(slots.pos, jnp.broadcast_to(token.pos[:, None], index.shape)),
+        pos=pos,
+        new=NewToken(token.k, token.v, token.active),
         length=jnp.where(token.active[:, None], jnp.minimum(slots.length + 1, slots.capacity), slots.length),
     )
+
+
+def settle(slots: Slots) -> Slots:
+    """Writes the token that `put` left to attention."""
+    k, v = write(slots.k, slots.v, slots.length, slots.new)
+    return replace(slots, k=k, v=v, new=None)
 
 
 def put_query(slots: Slots, q: Array, pos: Array, active: Array) -> Slots:
@@ -184,7 +212,9 @@ def keep(slots: Slots, index: Array, count: Array, *, fills: Mapping[str, float]
     def empty(x: Array, fill: float) -> Array:
         return jnp.where(full.reshape(full.shape + (1,) * (x.ndim - 3)), x, jnp.asarray(fill, x.dtype))
 
-    k, v, pos, *extra = pallas_kernels.compact((slots.k, slots.v, slots.pos, *slots.extra.values()), index)
+    k, v, pos, *extra = pallas_kernels.compact(
+        (slots.k, slots.v, slots.pos, *slots.extra.values()), index, implementation=slots.implementation
+    )
     return replace(
         slots,
         # Keys and values beyond the length are never read, so nothing is written there.

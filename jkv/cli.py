@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --model, --revision and --dtype."""
+    """Adds --model, --revision, --dtype and --implementation."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
@@ -35,6 +35,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="of weights and cache; auto is the checkpoint's own; default: float32 on CPU, half precision elsewhere",
+    )
+    group.add_argument(
+        "--implementation",
+        choices=("xla", "triton", "mosaic"),
+        help="what runs attention and eviction; default: xla on CPU, triton on a GPU",
     )
 
 

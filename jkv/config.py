@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pallas_kernels.dispatch import XLA, Implementation
+
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -188,6 +190,7 @@ class CacheSpec:
         max_len: longest text, prompt and new tokens together, that the run may reach.
         max_new: most new tokens of a row.
         dtype: dtype name of cached keys and values.
+        implementation: what runs the operations on it.
     """
 
     num_kv_heads: int
@@ -196,9 +199,18 @@ class CacheSpec:
     max_len: int
     max_new: int
     dtype: str = "float32"
+    implementation: Implementation = XLA
 
     @classmethod
-    def of(cls, config: ModelConfig, *, max_len: int, max_new: int, dtype: str) -> "CacheSpec":
+    def of(
+        cls,
+        config: ModelConfig,
+        *,
+        max_len: int,
+        max_new: int,
+        dtype: str,
+        implementation: Implementation = XLA,
+    ) -> "CacheSpec":
         """The cache of one layer of a model."""
         return cls(
             num_kv_heads=config.num_kv_heads,
@@ -207,6 +219,7 @@ class CacheSpec:
             max_len=max_len,
             max_new=max_new,
             dtype=dtype,
+            implementation=implementation,
         )
 
 

@@ -23,6 +23,7 @@ from jkv.models import rope
 from jkv.models.decoder import Decoder, Layer
 from jkv.policies import Policy
 from jkv.sampling import Sampling, row_keys, sample
+from pallas_kernels.dispatch import XLA, Implementation
 
 LONGEST_BLOCK = 16
 Call = Callable[..., Any]  # function, static argument, arguments
@@ -192,7 +193,16 @@ class Engine:
         model = join(replace(self.config, num_layers=1), weights)
         x = jnp.where(place[0], model.embed(tokens), x)
         cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-        x, prompt = read_prompt(model.layers[0], x, cos, sin, tokens, length, block=self.prefill_block)
+        x, prompt = read_prompt(
+            model.layers[0],
+            x,
+            cos,
+            sin,
+            tokens,
+            length,
+            block=self.prefill_block,
+            implementation=self.spec.implementation,
+        )
         last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0).reshape(-1, 1, 1), axis=1)[:, 0]
 
         def draw(value: tuple[State, Drawn]) -> tuple[State, Drawn]:
@@ -244,9 +254,12 @@ class Engine:
             heads = layer.heads(x, cos, sin)
             token = Token(*heads, token=state.token, pos=state.pos, active=active)
             store = policy.append(store, token)
-            out, probs = attend(heads.q, policy.select(store, heads.q, plan), return_probs=policy.needs_probs)
-            stores.append(policy.observe(store, token, probs))
-            x = layer.finish(x, out)
+            view = policy.select(store, heads.q, plan)
+            attended = attend(heads.q, view, return_probs=policy.needs_probs)
+            if view.new is not None:
+                store = replace(store, k=attended.k, v=attended.v, new=None)
+            stores.append(policy.observe(store, token, attended.probs))
+            x = layer.finish(x, attended.out)
         return replace(state, stores=tuple(stores), shared=shared), model.logits(x)
 
     def _draw(self, state: State, logits: Array, request: Request) -> tuple[State, Drawn]:
@@ -299,7 +312,15 @@ def mark_tokens(seen: Array, tokens: Array, length: Array) -> Array:
 
 
 def read_prompt(
-    layer: Layer, x: Array, cos: Array, sin: Array, tokens: Array, length: Array, *, block: int
+    layer: Layer,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    tokens: Array,
+    length: Array,
+    *,
+    block: int,
+    implementation: Implementation = XLA,
 ) -> tuple[Array, Prompt]:
     """Runs one layer over whole prompts with full attention.
 
@@ -310,6 +331,7 @@ def read_prompt(
         tokens: token ids, int32 `[B, T]`.
         length: tokens of each row before its padding, int32 `[B]`.
         block: tokens handled at once.
+        implementation: what runs the operations.
 
     Returns:
         The new residual and what the layer's store can be made from.
@@ -317,7 +339,7 @@ def read_prompt(
     heads = layer.heads(x, cos, sin)
     q = jnp.moveaxis(heads.q, 1, 3)
     k, v, k_pre = (jnp.moveaxis(y, 1, 2) for y in (heads.k, heads.v, heads.k_pre))
-    prompt = Prompt(q=q, k=k, v=v, k_pre=k_pre, tokens=tokens, length=length)
+    prompt = Prompt(q=q, k=k, v=v, k_pre=k_pre, tokens=tokens, length=length, implementation=implementation)
     attended = jnp.moveaxis(attend_prompt(prompt, block=block), 3, 1)
     return _map_blocks(layer.finish, x, attended, block=block), prompt
 

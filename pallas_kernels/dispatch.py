@@ -68,6 +68,9 @@ class Implementation:
             raise ValueError(f"implementation {self.name!r} does not exist; choose from {', '.join(get_args(Name))}")
 
 
+XLA = Implementation()
+
+
 def choose(name: str | None, device: jax.Device, dtype: str) -> Implementation:
     """The implementation for programs that run on `device`; without a name, the quickest one there.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jkv.cache import Prompt, Slots, Token
+from jkv.cache import Prompt, Slots, Token, settle
 from jkv.policies.base import Policy
 from jkv.policies.full import Full
 from jkv.policies.gkv import GKV
@@ -57,8 +57,8 @@ class ByScoreRKV(RKV):
     def due(self, slots: Slots) -> Array:
         return slots.length >= self.target(slots.seen)[:, None]
 
-    def choose(self, score: Array, count: Array, most: int) -> Array:
-        index = super().choose(score, count, most)
+    def choose(self, slots: Slots, score: Array, count: Array) -> Array:
+        index = super().choose(slots, score, count)
         rank = jnp.take_along_axis(score, jnp.minimum(index, score.shape[-1] - 1), axis=-1)
         place = jnp.where(index == score.shape[-1], 2, jnp.where(rank == jnp.inf, 1, 0))
         return lax.sort((place, jnp.where(place == 0, -rank, 0.0), index), num_keys=3)[2]
@@ -195,7 +195,7 @@ def feed(policy: Policy, store: Any, k: Array, v: Array, q: Array, tokens: Array
     def step(store: Any, x: tuple[Array, ...]) -> tuple[Any, None]:
         k, v, q, token, pos = x
         token = Token(q=q, k=k, v=v, k_pre=k, token=token, pos=pos, active=jnp.ones(pos.shape, bool))
-        return policy.observe(policy.append(store, token), token, None), None
+        return policy.observe(settle(policy.append(store, token)), token, None), None
 
     axes = ((k, 2), (v, 2), (q, 3), (tokens, 1), (pos, 1))
     return lax.scan(step, store, tuple(jnp.moveaxis(x, axis, 0) for x, axis in axes))[0]

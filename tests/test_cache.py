@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jkv.cache import Prompt, Slots, Token, fill, keep, max_pool, put, put_query, resize
+from jkv.cache import Prompt, Slots, Token, fill, keep, max_pool, put, put_query, resize, settle
 
 BATCH, HEADS, GROUP, TOKENS, SIZE = 3, 2, 2, 9, 4
 LENGTH = np.array([9, 4, 0], np.int32)
@@ -66,7 +66,7 @@ def test_the_window_holds_the_last_queries_in_time_order(window):
     slots = fill(make_prompt(), window=window)
     for pos in range(2):
         token = make_token(LENGTH + pos, (True, True, False))
-        slots = put_query(put(resize(slots, 12), token), token.q, token.pos, token.active)
+        slots = put_query(settle(put(resize(slots, 12), token)), token.q, token.pos, token.active)
     queries = slots.window_queries()
     assert queries.shape == (BATCH, HEADS, GROUP, window, SIZE)
     for row, seen in ((0, 11), (1, 6)):
@@ -78,11 +78,12 @@ def test_the_window_holds_the_last_queries_in_time_order(window):
 def test_put_extends_active_rows_only():
     slots = resize(fill(make_prompt()), 11)
     slots = put(slots, make_token([9, 4, 0], (True, False, True)))
+    with pytest.raises(ValueError, match="not written yet"):
+        put(slots, make_token([10, 4, 1], (True, True, False)))
+    slots = settle(slots)
     check(slots, [[*range(10)], [*range(4)], [0]])
-    slots = put(slots, make_token([10, 4, 1], (True, True, False)))
+    slots = settle(put(slots, make_token([10, 4, 1], (True, True, False))))
     check(slots, [[*range(11)], [*range(5)], [0]])
-    full = put(slots, make_token([11, 5, 1], (True, False, False)))  # no room: nothing is overwritten
-    check(full, [[*range(11)], [*range(5)], [0]])
 
 
 def test_put_query_leaves_rows_alone_that_have_ended():
@@ -155,5 +156,5 @@ def test_slots_keep_the_dtype_of_the_cache():
         lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, fill(make_prompt(), window=2)
     )
     token = make_token([3, 4, 0])
-    after = put_query(put(half, token), token.q, token.pos, token.active)
+    after = put_query(settle(put(half, token)), token.q, token.pos, token.active)
     assert {after.k.dtype, after.v.dtype, after.window.dtype} == {jnp.dtype(jnp.bfloat16)}

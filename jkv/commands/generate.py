@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print(_dry_run(options, checkpoint, items))
         return 0
-    run = _start(options, load(checkpoint, dtype=options.dtype), items)
+    run = _start(options, load(checkpoint, dtype=options.dtype, implementation=options.implementation), items)
     _print_header(options, run)
     kept: list[tuple[int, np.ndarray]] = []
     if options.trace_kept:
@@ -177,6 +177,7 @@ def _dry_run(options: argparse.Namespace, checkpoint: weights.Checkpoint, items:
         dtype=dtype,
         tokenizer=load_tokenizer(checkpoint.tokenizer or checkpoint.path),
         decoder=Decoder(checkpoint.config, dtype=dtype),  # shapes, no weights
+        implementation=options.implementation,
     )
     run = _start(options, llm, items)
     plan, spec = run.stats.plan, run.engine.spec

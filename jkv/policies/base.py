@@ -37,6 +37,11 @@ class Policy:
             require(self, is_of(getattr(self, name), kinds), name, name_kinds(kinds))
         require(self, self.interval >= 0, "interval", "0 (never compact while decoding) or more tokens")
 
+    @property
+    def implementation(self) -> str | None:
+        """The implementation of the operations that the policy insists on, or None."""
+        return None
+
     def prepare(self, token_ids: Callable[[str], tuple[int, ...]]) -> "Policy":
         """The policy with its text fields turned into token ids by `token_ids`; called once, before any compile."""
         del token_ids
@@ -206,9 +211,10 @@ class Evict(Policy):
         del queries, due
         return slots
 
-    def choose(self, score: Array, count: Array, most: int) -> Array:
-        """Indices of the slots to keep, int32 `[B, H, most]`, C from `count` on."""
-        return pallas_kernels.select_top(score, count, most=most)
+    def choose(self, slots: Slots, score: Array, count: Array) -> Array:
+        """Indices of the `count` int32 `[B, H]` slots to keep, int32 `[B, H, N]`, C from `count` on."""
+        most = min(self.most(2**30), slots.capacity)
+        return pallas_kernels.select_top(score, count, most=most, implementation=slots.implementation)
 
     def compact(self, store: Slots) -> Slots:
         """Keeps sinks, window and the best of the rest."""
@@ -222,8 +228,7 @@ class Evict(Policy):
         rank = self.rank(store, score, due)
         kept = jnp.sum(rank > -jnp.inf, axis=-1, dtype=jnp.int32)
         count = jnp.where(due, jnp.minimum(kept, self.target(store.seen)[:, None]), store.length)
-        index = self.choose(rank, count, min(self.most(2**30), store.capacity))
-        return keep(store, index, count, fills=self.fills)
+        return keep(store, self.choose(store, rank, count), count, fills=self.fills)
 
     def rank(self, slots: Slots, score: Array, due: Array) -> Array:
         """The score with sinks, window and rows that are not due put first, and empty slots last."""

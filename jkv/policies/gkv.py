@@ -66,7 +66,9 @@ class GKV(Evict):
 
     def remember(self, slots: Slots, queries: Array, due: Array) -> Slots:
         """Joins the window's scores into the history; window tokens get theirs at a later compaction."""
-        local = pallas_kernels.window_scores(queries, slots.k, slots.length, shift=self.shift)
+        local = pallas_kernels.window_scores(
+            queries, slots.k, slots.length, shift=self.shift, implementation=slots.implementation
+        )
         local = _normalize(local) if self.normalize else local
         before = slots.extra["history"]
         joined = {
@@ -84,7 +86,9 @@ class GKV(Evict):
         history = max_pool(jnp.maximum(slots.extra["history"], 0.0), self.pool)
         if self.lam == 1:
             return history
-        redundancy = pallas_kernels.key_redundancy(slots.k, slots.length, threshold=self.threshold)
+        redundancy = pallas_kernels.key_redundancy(
+            slots.k, slots.length, threshold=self.threshold, implementation=slots.implementation
+        )
         if self.normalize:
             redundancy = _normalize(jnp.where(slots.recent(self.window), 0.0, redundancy))
         return self.lam * history - (1 - self.lam) * redundancy

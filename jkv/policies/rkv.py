@@ -53,11 +53,15 @@ class RKV(Evict):
 
     def score(self, slots: Slots, queries: Array) -> Array:
         """Attention against redundancy."""
-        attention = pallas_kernels.window_scores(queries, slots.k, slots.length, reduce=self.reduce)
+        attention = pallas_kernels.window_scores(
+            queries, slots.k, slots.length, reduce=self.reduce, implementation=slots.implementation
+        )
         attention = max_pool(attention, self.pool)
         if self.lam == 1:
             return attention
-        redundancy = pallas_kernels.key_redundancy(slots.k, slots.length, threshold=self.threshold, retain=self.retain)
+        redundancy = pallas_kernels.key_redundancy(
+            slots.k, slots.length, threshold=self.threshold, retain=self.retain, implementation=slots.implementation
+        )
         return self.lam * attention - (1 - self.lam) * redundancy
 
 

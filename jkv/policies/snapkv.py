@@ -37,7 +37,9 @@ class SnapKV(Evict):
 
     def score(self, slots: Slots, queries: Array) -> Array:
         """Pooled mean attention of the window."""
-        return max_pool(pallas_kernels.window_scores(queries, slots.k, slots.length), self.pool)
+        return max_pool(
+            pallas_kernels.window_scores(queries, slots.k, slots.length, implementation=slots.implementation), self.pool
+        )
 
 
 preset("snapkv@gkv", SnapKV(window=16, pool=5), "as the G-KV paper's baseline")
