@@ -12,13 +12,13 @@ import numpy as np
 from flax import nnx
 
 import weights as checkpoints
-from jkv import engine as engines
 from jkv.config import CacheSpec
 from jkv.engine import Engine
 from jkv.loop import Programs, bucket
 from jkv.models.decoder import Decoder
 from jkv.policies import Evict, Policy, get_policy
 from jkv.policies.base import try_score
+from jkv.prompt import prompt_logits
 from jkv.run import GenerationConfig, Piece, Result, Run
 from jkv.sampling import Sampling
 from jkv.text import Tokenizer, load_tokenizer
@@ -129,7 +129,7 @@ class LLM:
 
     def logits(self, tokens: np.ndarray, *, block: int = 512) -> np.ndarray:
         """Logits of right-padded prompts under full attention: float32 `[B, T, V]` for int32 `[B, T]`."""
-        return np.asarray(engines.logits(self.decoder, jnp.asarray(tokens, jnp.int32), block=block))
+        return np.asarray(prompt_logits(self.decoder, jnp.asarray(tokens, jnp.int32), block=block))
 
     def run(
         self,

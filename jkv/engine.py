@@ -16,14 +16,14 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from jkv.attention import attend, attend_prompt
-from jkv.cache import Prompt, Token
+from jkv.attention import attend
+from jkv.cache import Token
 from jkv.config import CacheSpec, ModelConfig
 from jkv.models import rope
-from jkv.models.decoder import Decoder, Layer
+from jkv.models.decoder import Decoder, join, single_layer
 from jkv.policies import Policy
+from jkv.prompt import read_prompt
 from jkv.sampling import Sampling, row_keys, sample
-from pallas_kernels.dispatch import XLA, Implementation
 
 LONGEST_BLOCK = 16
 Call = Callable[..., Any]  # function, static argument, arguments
@@ -289,87 +289,11 @@ class Engine:
         return jnp.full(shape, -1, jnp.int32), jnp.ones(shape, bool), kept
 
 
-def join(config: ModelConfig, weights: nnx.State) -> Decoder:
-    """The decoder of these sizes and parameters. Its structure follows from `config`, and is too slow to hash."""
-    return nnx.merge(_graph(config), weights)
-
-
-@functools.lru_cache
-def _graph(config: ModelConfig) -> nnx.GraphDef[Decoder]:
-    return nnx.split(Decoder(config))[0]
-
-
-def single_layer(weights: nnx.State, index: int) -> nnx.State:
-    """Parameters of a model of which only the layer at `index` is left."""
-    return nnx.State({**weights, "layers": nnx.State({0: weights["layers"][index]})})
-
-
 def mark_tokens(seen: Array, tokens: Array, length: Array) -> Array:
     """`seen` bool `[B, V]` with each row's first `length` of `tokens` int32 `[B, T]` marked."""
     batch, longest = tokens.shape
     real = jnp.arange(longest, dtype=jnp.int32)[None] < length[:, None]
     return seen.at[jnp.arange(batch, dtype=jnp.int32)[:, None], tokens].max(real)
-
-
-def read_prompt(
-    layer: Layer,
-    x: Array,
-    cos: Array,
-    sin: Array,
-    tokens: Array,
-    length: Array,
-    *,
-    block: int,
-    implementation: Implementation = XLA,
-) -> tuple[Array, Prompt]:
-    """Runs one layer over whole prompts with full attention.
-
-    Args:
-        layer: the layer.
-        x: residual `[B, T, E]`.
-        cos, sin: rotation of the positions, float32 `[1, T, D/2]`.
-        tokens: token ids, int32 `[B, T]`.
-        length: tokens of each row before its padding, int32 `[B]`.
-        block: tokens handled at once.
-        implementation: what runs the operations.
-
-    Returns:
-        The new residual and what the layer's store can be made from.
-    """
-    heads = layer.heads(x, cos, sin)
-    q = jnp.moveaxis(heads.q, 1, 3)
-    k, v, k_pre = (jnp.moveaxis(y, 1, 2) for y in (heads.k, heads.v, heads.k_pre))
-    prompt = Prompt(q=q, k=k, v=v, k_pre=k_pre, tokens=tokens, length=length, implementation=implementation)
-    attended = jnp.moveaxis(attend_prompt(prompt, block=block), 3, 1)
-    return _map_blocks(layer.finish, x, attended, block=block), prompt
-
-
-def logits(model: Decoder, tokens: Array, *, block: int = 512) -> Array:
-    """Logits of right-padded prompts under full attention.
-
-    Args:
-        model: the model.
-        tokens: int32 `[B, T]`.
-        block: tokens handled at once.
-
-    Returns:
-        float32 `[B, T, V]`; what stands after a row's own tokens has no meaning.
-    """
-    return _logits(model.config, nnx.state(model), tokens, block)
-
-
-def find_nonfinite(model: Decoder, tokens: Array) -> str:
-    """Names the first part of the model whose output for `tokens` int32 `[B, T]` has an infinite or NaN value."""
-    x = model.embed(tokens)
-    cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-    length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    if not jnp.all(jnp.isfinite(x)):
-        return "embedding"
-    for index, layer in enumerate(model.layers):
-        x, _ = read_prompt(layer, x, cos, sin, tokens, length, block=512)
-        if not jnp.all(jnp.isfinite(x)):
-            return f"layer {index}"
-    return "final norm or head"
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -384,29 +308,3 @@ def run_if(condition: Array, function: Callable[[T], T], value: T) -> T:
     `lax.cond` around caches makes XLA copy them; a loop updates them in place.
     """
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), function(c[1])), (condition, value))[1]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _logits(config: ModelConfig, weights: nnx.State, tokens: Array, block: int) -> Array:
-    model = join(config, weights)
-    x = model.embed(tokens)
-    cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-    length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    for layer in model.layers:
-        x, _ = read_prompt(layer, x, cos, sin, tokens, length, block=block)
-    return model.logits(x)
-
-
-def _map_blocks(function: Callable[[Array, Array], Array], x: Array, y: Array, *, block: int) -> Array:
-    """Applies a function of `[B, t, ...]` arrays to `block` tokens at a time, where there are more."""
-    batch, length = x.shape[:2]
-    if length <= block:
-        return function(x, y)
-    count = -(-length // block)
-
-    def cut(z: Array) -> Array:
-        z = jnp.pad(z, [(0, 0), (0, count * block - length)] + [(0, 0)] * (z.ndim - 2))
-        return jnp.moveaxis(z.reshape(batch, count, block, *z.shape[2:]), 1, 0)
-
-    out = lax.map(lambda pair: function(*pair), (cut(x), cut(y)))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, count * block, *out.shape[3:])[:, :length]

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jkv.engine import Engine, Output, Request, State, compact_store, find_nonfinite, join
+from jkv.engine import Engine, Output, Request, State, compact_store
+from jkv.models.decoder import join
+from jkv.prompt import find_nonfinite
 
 SHORTEST_BUCKET = 32
 

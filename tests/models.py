@@ -15,6 +15,7 @@ from jkv.engine import Engine, Request, State
 from jkv.models.decoder import Decoder, Layer
 from jkv.policies import Policy
 from jkv.sampling import Sampling, seed_words
+from pallas_kernels.dispatch import XLA, Implementation
 
 # The kinds of the test matrix: 2, 3 and 7 query heads a group, and heads that are wider than hidden_size / num_heads.
 KINDS = ("llama", "qwen2-3", "qwen2-7", "qwen3")
@@ -95,14 +96,19 @@ def snapshot(x: jax.Array) -> np.ndarray:
 
 
 def make_engine(
-    model: Decoder, policy: Policy, *, longest: int, new: int, sampling: Sampling | None = None, **options: Any
+    model: Decoder,
+    policy: Policy,
+    *,
+    longest: int,
+    new: int,
+    sampling: Sampling | None = None,
+    implementation: Implementation = XLA,
+    **options: Any,
 ) -> tuple[Engine, nnx.State]:
     """An engine for prompts of at most `longest` tokens and `new` sampled ones, and the weights it takes."""
     weights = nnx.state(model)
     c = model.config
-    spec = CacheSpec(
-        num_kv_heads=c.num_kv_heads, group=c.group, head_dim=c.head_dim, max_len=longest + new, max_new=new
-    )
+    spec = CacheSpec.of(c, max_len=longest + new, max_new=new, dtype="float32", implementation=implementation)
     engine = Engine(config=model.config, policy=policy, spec=spec, sampling=sampling or Sampling(), **options)
     return engine, weights
 
@@ -153,7 +159,7 @@ def run(
         steps: steps of one compiled block.
         until: tokens after which the run is left as it stands; None is `new`.
         sampling: how tokens are drawn; greedy if None.
-        options: further fields of the `Engine`.
+        options: the implementation, and further fields of the `Engine`.
     """
     engine, weights = make_engine(
         model, policy, longest=longest, new=new, sampling=sampling, keep_logits=True, **options

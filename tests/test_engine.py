@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jkv.engine import Engine, State, find_nonfinite, logits, run_if
+from jkv.engine import Engine, State, run_if
 from jkv.loop import bucket
 from jkv.models.decoder import Decoder
 from jkv.policies import Evict, Policy, entry, get_policy, names
+from jkv.prompt import find_nonfinite, prompt_logits
 from jkv.sampling import Sampling
 from models import batch, dense, make_engine, request, run, snapshot, tiny, token_ids
 
@@ -143,7 +144,7 @@ def test_prefill_in_blocks_of_odd_size(model):
     prompt = random_prompt(109)
     expected = dense(model, prompt, np.tril(np.ones((2, 2, 109, 109), bool)))[0]
     for block in (7, 109, 500):
-        found = logits(model, jnp.asarray([prompt], jnp.int32), block=block)
+        found = prompt_logits(model, jnp.asarray([prompt], jnp.int32), block=block)
         assert np.max(np.abs(found[0] - expected)) < 1e-4
 
 

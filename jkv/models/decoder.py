@@ -6,6 +6,7 @@ Query, key and value projections are one weight, so are gate and up: one matrix 
 Weights are stored `[out, in]`, as checkpoints have them; on CPU that is also the quickest layout at every batch size.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -118,3 +119,18 @@ class Decoder(nnx.Module):
         """Logits of hidden states `[..., E]`: float32 `[..., V]`, whatever the weights' dtype."""
         kernel = self.embedding[...] if self.head is None else self.head.kernel[...]
         return jnp.einsum("...e,ve->...v", self.norm(x), kernel, preferred_element_type=jnp.float32)
+
+
+def join(config: ModelConfig, weights: nnx.State) -> Decoder:
+    """The decoder of these sizes and parameters. Its structure follows from `config`, and is too slow to hash."""
+    return nnx.merge(_graph(config), weights)
+
+
+@functools.lru_cache
+def _graph(config: ModelConfig) -> nnx.GraphDef[Decoder]:
+    return nnx.split(Decoder(config))[0]
+
+
+def single_layer(weights: nnx.State, index: int) -> nnx.State:
+    """Parameters of a model of which only the layer at `index` is left."""
+    return nnx.State({**weights, "layers": nnx.State({0: weights["layers"][index]})})
