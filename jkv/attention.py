@@ -16,11 +16,18 @@ def attend(q: Array, view: View, *, return_probs: bool = False) -> Attended:
         return_probs: also return the probabilities.
 
     Returns:
-        The output `[B, H, G, D]`, probabilities float32 `[B, H, G, C]` or None, and keys and values with the view's
-        new token in them.
+        The output `[B, H, G, D]`, probabilities float32 `[B, H, G, C]` or None, and the view's arrays with its new
+        token in them.
     """
     return pallas_kernels.decode_attention(
-        q, view.k, view.v, view.length, view.new, return_probs=return_probs, implementation=view.implementation
+        q,
+        view.k,
+        view.v,
+        view.length,
+        view.new,
+        view.notes,
+        return_probs=return_probs,
+        implementation=view.implementation,
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import NewToken
+from pallas_kernels import NewToken, Notes
 from pallas_kernels.decode_attention.reference import write
 from pallas_kernels.dispatch import XLA, Implementation
 
@@ -75,6 +75,7 @@ class View:
         k, v: `[B, H, C, D]`.
         length: int32 `[B, H]`.
         new: token that attention writes to the last of them first, or None.
+        notes: what attention writes of that token beside its key and value.
         implementation: what runs attention.
     """
 
@@ -82,6 +83,7 @@ class View:
     v: Array
     length: Array
     new: NewToken | None = None
+    notes: Notes | None = None
     implementation: Implementation = field(default=XLA, metadata=STATIC)
 
 
@@ -94,9 +96,10 @@ class Slots:
         k, v: keys (after RoPE at their own text position) and values, `[B, H, C, D]`.
         pos: position in the text, int32 `[B, H, C]`; -1 in an empty slot.
         length: filled slots, int32 `[B, H]`.
-        window: queries of the last W tokens, `[B, W, H, G, D]`; the token at position p is at index p mod W.
+        window: queries of the last W tokens, `[B, H, W, G, D]`; the token at position p is at index p mod W.
         extra: arrays `[B, H, C, ...]` by name that move with their slots.
-        new: the token in the last slot of the active rows, until attention has written its key and value there.
+        new: the token in the last slot of the active rows, until attention has written it there.
+        place: position of that token in the text, int32 `[B]`.
         implementation: what runs the operations on the slots.
     """
 
@@ -107,6 +110,7 @@ class Slots:
     window: Array
     extra: dict[str, Array] = field(default_factory=dict)
     new: NewToken | None = None
+    place: Array | None = None
     implementation: Implementation = field(default=XLA, metadata=STATIC)
 
     @property
@@ -126,7 +130,8 @@ class Slots:
 
     def view(self) -> View:
         """Everything that is cached."""
-        return View(self.k, self.v, self.length, self.new, self.implementation)
+        notes = None if self.place is None else Notes(self.place, self.pos, self.window)
+        return View(self.k, self.v, self.length, self.new, notes, self.implementation)
 
     def recent(self, count: int) -> Array:
         """The last `count` filled slots, bool `[B, H, C]`."""
@@ -135,12 +140,12 @@ class Slots:
 
     def window_queries(self) -> Array:
         """The observation window in time order, `[B, H, G, W, D]`."""
-        size = self.window.shape[1]
+        size = self.window.shape[2]
         if not size:
-            return jnp.moveaxis(self.window, 1, 3)
+            return jnp.moveaxis(self.window, 2, 3)
         position = self.seen[:, None] - size + jnp.arange(size, dtype=jnp.int32)[None]
-        index = (position % size).reshape(*position.shape, 1, 1, 1)
-        return jnp.moveaxis(jnp.take_along_axis(self.window, index, axis=1), 1, 3)
+        index = (position % size)[:, None, :, None, None]
+        return jnp.moveaxis(jnp.take_along_axis(self.window, index, axis=2), 2, 3)
 
 
 def fill(prompt: Prompt, *, window: int = 0) -> Slots:
@@ -159,43 +164,35 @@ def fill(prompt: Prompt, *, window: int = 0) -> Slots:
 
 
 def put(slots: Slots, token: Token) -> Slots:
-    """Appends one token to every active row, which must have room; attention then writes its key and value.
+    """Appends one token to every active row, which must have room.
 
-    `settle` writes them where there is no attention.
+    Only the length grows here: attention writes the token to its slot, and its queries to the window, as it reads the
+    cache anyway. `settle` does the same without attention.
 
     Raises:
         ValueError: the token before has not been written yet.
     """
     if slots.new is not None:
         raise ValueError("the slots' last token is not written yet; attend to their view, or settle them")
-    batch, heads = slots.length.shape
-    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    head = jnp.arange(heads, dtype=jnp.int32)[None]
-    # A row that has ended writes out of bounds, which is dropped.
-    index = jnp.where(token.active[:, None], slots.length, slots.capacity)
-
-    pos = jnp.broadcast_to(token.pos[:, None], index.shape)
-    pos = slots.pos.at[row, head, index].set(pos, mode="drop", unique_indices=True, indices_are_sorted=True)
     return replace(
         slots,
-        pos=pos,
+        length=jnp.minimum(slots.length + token.active[:, None], slots.capacity),
         new=NewToken(token.k, token.v, token.active),
-        length=jnp.where(token.active[:, None], jnp.minimum(slots.length + 1, slots.capacity), slots.length),
+        place=token.pos,
     )
 
 
-def settle(slots: Slots) -> Slots:
-    """Writes the token that `put` left to attention."""
-    k, v = write(slots.k, slots.v, slots.length, slots.new)
-    return replace(slots, k=k, v=v, new=None)
+def settle(slots: Slots, q: Array) -> Slots:
+    """Writes the token that `put` left to attention; `q` are its queries `[B, H, G, D]`."""
+    view = slots.view()
+    return settled(slots, *write(q, view.k, view.v, view.length, view.new, view.notes))
 
 
-def put_query(slots: Slots, q: Array, pos: Array, active: Array) -> Slots:
-    """Remembers the queries `q` `[B, H, G, D]` of the tokens at `pos` int32 `[B]` as the window's newest."""
-    batch, size = slots.window.shape[:2]
-    index = jnp.where(active, pos % size, size)
-    window = slots.window.at[jnp.arange(batch, dtype=jnp.int32), index].set(q.astype(slots.window.dtype), mode="drop")
-    return replace(slots, window=window)
+def settled(slots: Slots, k: Array, v: Array, notes: Notes | None) -> Slots:
+    """The slots with what attention made of their arrays."""
+    if notes is None:
+        return slots
+    return replace(slots, k=k, v=v, pos=notes.pos, window=notes.window, new=None, place=None)
 
 
 def keep(slots: Slots, index: Array, count: Array, *, fills: Mapping[str, float]) -> Slots:
@@ -248,11 +245,11 @@ def max_pool(score: Array, size: int) -> Array:
 
 
 def _last_queries(prompt: Prompt, window: int) -> Array:
-    """The queries of each row's last `window` tokens, at index position mod `window`: `[B, W, H, G, D]`."""
-    q = jnp.moveaxis(prompt.q, 3, 1)
+    """The queries of each row's last `window` tokens, at index position mod `window`: `[B, H, W, G, D]`."""
+    q = jnp.moveaxis(prompt.q, 3, 2)
     if not window:
-        return q[:, :0]
+        return q[:, :, :0]
     last = prompt.length[:, None] - 1
     slot = jnp.arange(window, dtype=jnp.int32)[None]
     position = jnp.maximum(last - (last - slot) % window, 0)
-    return jnp.take_along_axis(q, position.reshape(*position.shape, 1, 1, 1), axis=1)
+    return jnp.take_along_axis(q, position[:, None, :, None, None], axis=2)

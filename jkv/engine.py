@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array, lax
 
 from jkv.attention import attend
-from jkv.cache import Token
+from jkv.cache import Token, settled
 from jkv.config import CacheSpec, ModelConfig
 from jkv.models import rope
 from jkv.models.decoder import Decoder, join, single_layer
@@ -256,8 +256,8 @@ class Engine:
             store = policy.append(store, token)
             view = policy.select(store, heads.q, plan)
             attended = attend(heads.q, view, return_probs=policy.needs_probs)
-            if view.new is not None:
-                store = replace(store, k=attended.k, v=attended.v, new=None)
+            if view.notes is not None:
+                store = settled(store, attended.k, attended.v, attended.notes)
             stores.append(policy.observe(store, token, attended.probs))
             x = layer.finish(x, attended.out)
         return replace(state, stores=tuple(stores), shared=shared), model.logits(x)

@@ -5,7 +5,7 @@ the table of what there is and picks from it.
 """
 
 from pallas_kernels.compact import compact
-from pallas_kernels.decode_attention import Attended, NewToken, decode_attention
+from pallas_kernels.decode_attention import Attended, NewToken, Notes, decode_attention
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.key_redundancy import key_redundancy
 from pallas_kernels.prefill_attention import prefill_attention
@@ -16,6 +16,7 @@ __all__ = [
     "Attended",
     "Implementation",
     "NewToken",
+    "Notes",
     "compact",
     "decode_attention",
     "key_redundancy",

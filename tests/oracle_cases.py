@@ -172,7 +172,7 @@ def slots_of(
     pos = np.full((batch, heads, capacity), -1, np.int32)
     k, v = np.zeros((2, batch, heads, capacity, dim), np.float32)
     beside = {name: np.full(pos.shape, empty, np.float32) for name, (empty, _) in extra.items()}
-    queries = np.zeros((batch, window, *stream.q.shape[1:3], dim), np.float32)
+    queries = np.zeros((batch, heads, window, stream.q.shape[2], dim), np.float32)
     for row in range(batch):
         for head in range(heads):
             where = held[row][head]
@@ -182,7 +182,7 @@ def slots_of(
             for name, (_, values) in extra.items():
                 beside[name][row, head, :size] = values[row][head]
         for p in range(max(seen[row] - window, 0), seen[row]):
-            queries[row, p % window] = stream.q[row, :, :, p]
+            queries[row, :, p % window] = stream.q[row, :, :, p]
     length = np.array([[len(x) for x in row] for row in held], np.int32)
     arrays = jax.tree.map(jnp.asarray, (k, v, pos, length, queries, beside))
     return Slots(*arrays[:5], extra=arrays[5])
@@ -195,7 +195,7 @@ def feed(policy: Policy, store: Any, k: Array, v: Array, q: Array, tokens: Array
     def step(store: Any, x: tuple[Array, ...]) -> tuple[Any, None]:
         k, v, q, token, pos = x
         token = Token(q=q, k=k, v=v, k_pre=k, token=token, pos=pos, active=jnp.ones(pos.shape, bool))
-        return policy.observe(settle(policy.append(store, token)), token, None), None
+        return policy.observe(settle(policy.append(store, token), q), token, None), None
 
     axes = ((k, 2), (v, 2), (q, 3), (tokens, 1), (pos, 1))
     return lax.scan(step, store, tuple(jnp.moveaxis(x, axis, 0) for x, axis in axes))[0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jkv.cache import Prompt, Slots, Token, fill, keep, max_pool, put, put_query, resize, settle
+from jkv.cache import Prompt, Slots, Token, fill, keep, max_pool, put, resize, settle
 
 BATCH, HEADS, GROUP, TOKENS, SIZE = 3, 2, 2, 9, 4
 LENGTH = np.array([9, 4, 0], np.int32)
@@ -66,7 +66,7 @@ def test_the_window_holds_the_last_queries_in_time_order(window):
     slots = fill(make_prompt(), window=window)
     for pos in range(2):
         token = make_token(LENGTH + pos, (True, True, False))
-        slots = put_query(settle(put(resize(slots, 12), token)), token.q, token.pos, token.active)
+        slots = settle(put(resize(slots, 12), token), token.q)
     queries = slots.window_queries()
     assert queries.shape == (BATCH, HEADS, GROUP, window, SIZE)
     for row, seen in ((0, 11), (1, 6)):
@@ -77,19 +77,21 @@ def test_the_window_holds_the_last_queries_in_time_order(window):
 
 def test_put_extends_active_rows_only():
     slots = resize(fill(make_prompt()), 11)
-    slots = put(slots, make_token([9, 4, 0], (True, False, True)))
+    token = make_token([9, 4, 0], (True, False, True))
+    slots = put(slots, token)
     with pytest.raises(ValueError, match="not written yet"):
         put(slots, make_token([10, 4, 1], (True, True, False)))
-    slots = settle(slots)
+    slots = settle(slots, token.q)
     check(slots, [[*range(10)], [*range(4)], [0]])
-    slots = settle(put(slots, make_token([10, 4, 1], (True, True, False))))
+    token = make_token([10, 4, 1], (True, True, False))
+    slots = settle(put(slots, token), token.q)
     check(slots, [[*range(11)], [*range(5)], [0]])
 
 
-def test_put_query_leaves_rows_alone_that_have_ended():
-    slots = fill(make_prompt(), window=3)
+def test_queries_of_rows_that_have_ended_are_not_remembered():
+    slots = resize(fill(make_prompt(), window=3), 10)
     token = make_token([9, 4, 0], (True, False, False))
-    after = put_query(slots, token.q, token.pos, token.active)
+    after = settle(put(slots, token), token.q)
     assert not np.array_equal(after.window[0], slots.window[0])
     np.testing.assert_array_equal(after.window[1:], slots.window[1:])
 
@@ -156,5 +158,5 @@ def test_slots_keep_the_dtype_of_the_cache():
         lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, fill(make_prompt(), window=2)
     )
     token = make_token([3, 4, 0])
-    after = put_query(settle(put(half, token)), token.q, token.pos, token.active)
+    after = settle(put(half, token), token.q)
     assert {after.k.dtype, after.v.dtype, after.window.dtype} == {jnp.dtype(jnp.bfloat16)}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
-from jkv.cache import Prompt, Slots, Token, View, fill, keep, put, put_query, resize
+from jkv.cache import Prompt, Slots, Token, View, fill, keep, put, resize
 from jkv.config import CacheSpec
 from jkv.policies.fields import field_kinds, is_of, name_kinds
 
@@ -187,11 +187,6 @@ class Evict(Policy):
         if slots.capacity >= self.least:
             slots = self.compact(slots)
         return resize(slots, self.capacity(spec), fills=self.fills)
-
-    def observe(self, store: Slots, token: Token, probs: Array | None) -> Slots:
-        """Remembers the query of the token."""
-        del probs
-        return put_query(store, token.q, token.pos, token.active) if store.window.shape[1] else store
 
     def score(self, slots: Slots, queries: Array) -> Array:
         """What each slot is worth: the higher, the longer it stays.

@@ -20,6 +20,20 @@ class NewToken(NamedTuple):
     active: Array
 
 
+class Notes(NamedTuple):
+    """What is noted of a new token beside its key and value.
+
+    Attributes:
+        place: its position in the text, int32 `[B]`.
+        pos: positions of the tokens in all slots, int32 `[B, H, C]`.
+        window: queries of the last W tokens, `[B, H, W, G, D]`; the token at position p has index p mod W.
+    """
+
+    place: Array
+    pos: Array
+    window: Array
+
+
 class Attended(NamedTuple):
     """What attention gives.
 
@@ -27,12 +41,14 @@ class Attended(NamedTuple):
         out: `[B, H, G, D]` in the values' dtype.
         probs: float32 `[B, H, G, C]`, 0 beyond the length; None unless asked for.
         k, v: the cache `[B, H, C, D]`, with the new token in it if there was one.
+        notes: with the new token in them; None where there were none.
     """
 
     out: Array
     probs: Array | None
     k: Array
     v: Array
+    notes: Notes | None = None
 
 
 def decode_attention(
@@ -41,6 +57,7 @@ def decode_attention(
     v: Array,
     length: Array,
     new: NewToken | None = None,
+    notes: Notes | None = None,
     *,
     return_probs: bool = False,
     implementation: Implementation | str = "xla",
@@ -53,7 +70,8 @@ def decode_attention(
         length: filled slots, int32 `[B, H]`.
         new: a token to write to slot ``length - 1`` of the active rows before attending, in place where the cache is
             donated; other rows' slots are as they were.
+        notes: where the new token's position and queries are written at the same time.
         return_probs: also return the attention probabilities.
         implementation: what runs it.
     """
-    return run("decode_attention", implementation, q, k, v, length, new, return_probs=return_probs)
+    return run("decode_attention", implementation, q, k, v, length, new, notes, return_probs=return_probs)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.decode_attention import Attended, NewToken
+from pallas_kernels.decode_attention import Attended, NewToken, Notes
 
 # Finite, so that a row without a single filled slot (a padding row) gives numbers and not NaN.
 MASKED = -1e30
@@ -26,37 +26,51 @@ class Form(NamedTuple):
 
 
 def decode_attention(
-    q: Array, k: Array, v: Array, length: Array, new: NewToken | None = None, *, return_probs: bool
+    q: Array,
+    k: Array,
+    v: Array,
+    length: Array,
+    new: NewToken | None = None,
+    notes: Notes | None = None,
+    *,
+    return_probs: bool,
 ) -> Attended:
     """Writes the new token, then attends; probabilities need the whole cache at once."""
-    k, v = write(k, v, length, new)
+    k, v, notes = write(q, k, v, length, new, notes)
     if return_probs:
         _, weights, out, total = _attend_block(q, k, v, length, _nothing(q)[0], form=Form(block=k.shape[2]))
         total = jnp.maximum(total, 1e-30)[..., None]
-        return Attended((out / total).astype(v.dtype), weights / total, k, v)
+        return Attended((out / total).astype(v.dtype), weights / total, k, v, notes)
     # On CPU, XLA runs a batch of small products on one core and copies a sliced operand first; a sum of products it
     # fuses with the slice and spreads over the cores, which pays with several rows.
     cpu = Form(block=64, fused=True) if q.shape[0] >= 4 else Form(block=256)
     attend = partial(lax.platform_dependent, q, k, v, length)
     out = attend(cpu=partial(attend_blocks, form=cpu), default=partial(attend_blocks, form=Form(block=512)))
-    return Attended(out, None, k, v)
+    return Attended(out, None, k, v, notes)
 
 
-def write(k: Array, v: Array, length: Array, new: NewToken | None) -> tuple[Array, Array]:
-    """The cache with the new token in slot ``length - 1`` of its active rows."""
+def write(
+    q: Array, k: Array, v: Array, length: Array, new: NewToken | None, notes: Notes | None
+) -> tuple[Array, Array, Notes | None]:
+    """Cache and notes with the new token in slot ``length - 1`` of its active rows."""
     if new is None:
-        return k, v
-    batch, heads, capacity = k.shape[:3]
+        return k, v, notes
+    batch, heads = length.shape
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     head = jnp.arange(heads, dtype=jnp.int32)[None]
-    # The others write out of bounds, which is dropped.
-    slot = jnp.where(new.active[:, None], length - 1, capacity)
 
-    def put(x: Array, value: Array) -> Array:
+    def put(x: Array, index: Array, value: Array) -> Array:
+        # The others write out of bounds, which is dropped.
+        index = jnp.where(new.active[:, None] & (length > 0), index, x.shape[2])
         value = value.astype(x.dtype)
-        return x.at[row, head, slot].set(value, mode="drop", unique_indices=True, indices_are_sorted=True)
+        return x.at[row, head, index].set(value, mode="drop", unique_indices=True, indices_are_sorted=True)
 
-    return put(k, new.k), put(v, new.v)
+    if notes is not None:
+        window, place = notes.window, notes.place[:, None]
+        if size := window.shape[2]:
+            window = put(window, place % size, q)
+        notes = Notes(notes.place, put(notes.pos, length - 1, jnp.broadcast_to(place, length.shape)), window)
+    return put(k, length - 1, new.k), put(v, length - 1, new.v), notes
 
 
 def attend_blocks(q: Array, k: Array, v: Array, length: Array, *, form: Form) -> Array:

@@ -1,0 +1,170 @@
+"""`pallas_kernels.decode_attention` as a Mosaic GPU kernel, for releases of jax whose Mosaic has `mma` (0.11.2 on).
+
+A program takes one part of the filled slots of one kv head, for all query heads of its group, so that keys and values
+are read once.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels.decode_attention import Attended, NewToken, Notes
+from pallas_kernels.decode_attention.mosaic_part import Cache, Token, attend_part
+from pallas_kernels.decode_attention.mosaic_pipeline import plgpu
+from pallas_kernels.decode_attention.split import Partials, combine, pad_group, padded, splits_for
+from pallas_kernels.dispatch import Gpu, Implementation
+
+THREADS = 128
+COLUMNS = 32  # of a product that four warps make at once
+TMA_ROWS = 8  # of the tiles in which TMA copies
+
+
+class Tiles(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        slots: slots of one step of a program.
+        splits: parts of a row.
+        stages: steps whose keys and values are in shared memory, the one being computed included.
+    """
+
+    slots: int
+    splits: int
+    stages: int
+
+
+def tiles(k: jax.ShapeDtypeStruct | Array, gpu: Gpu) -> Tiles:
+    """Tiles for a cache `[B, H, C, D]`: 16 KiB of keys a step, and as many stages as let a core hold two programs."""
+    batch, heads, capacity, size = k.shape
+    slots = max(COLUMNS, 1 << (min(8192 // size, capacity).bit_length() - 1))
+    step = 2 * slots * size * k.dtype.itemsize
+    stages = 3 if 2 * 3 * step < 0.9 * gpu.shared_memory else 2
+    return Tiles(slots, splits_for(batch * heads, capacity, slots, gpu), stages)
+
+
+def decode_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    length: Array,
+    new: NewToken | None = None,
+    notes: Notes | None = None,
+    *,
+    return_probs: bool,
+    implementation: Implementation,
+) -> Attended:
+    """One kernel; XLA combines the parts if there are several, and makes probabilities of the logits.
+
+    Interpreted, it copies as TMA does, on every card, and looks for races.
+
+    Raises:
+        ValueError: the dtype, head_dim or capacity does not fit; the message says what does.
+    """
+    cut, group = tiles(k, implementation.gpu), q.shape[2]
+    check(k, cut, implementation.gpu)
+    attend = partial(
+        attend_parts, length=length, cut=cut, group=group, logits=return_probs, implementation=implementation
+    )
+    if new is None:
+        partials = attend(pad_group(q.astype(k.dtype)), Cache(k, v), None)
+    else:
+        # One array, so that XLA makes queries, key and value by one kernel.
+        rows = (q, new.k[:, :, None], new.v[:, :, None])
+        q = pad_group(jnp.concatenate([x.astype(k.dtype) for x in rows], axis=2))
+        cache = Cache(k, v, *((notes.pos, notes.window if notes.window.size else None) if notes else ()))
+        refs = jax.tree.map(jax.new_ref, cache)
+        partials = attend(q, refs, Token(new.active.astype(jnp.int32), notes.place if notes else None))
+        k, v, pos, window = jax.tree.map(jax.freeze, refs)
+        if notes is not None:
+            notes = Notes(notes.place, pos, notes.window if window is None else window)
+    out, probs = combine(partials, length, group=group)
+    return Attended(out.astype(v.dtype), probs, k, v, notes)
+
+
+def check(k: Array, cut: Tiles, gpu: Gpu) -> None:
+    """Raises ValueError for a cache that the kernel cannot take."""
+    capacity, size = k.shape[2:]
+    problem = None
+    if k.dtype not in (jnp.bfloat16, jnp.float16):
+        problem = f"multiplies bfloat16 and float16, got {k.dtype}"
+    elif size % COLUMNS or not 64 <= size <= 256:
+        problem = (
+            f"takes head_dim in multiples of {COLUMNS}, for four warps of 8 columns, from 64 up to 256, got {size}"
+        )
+    elif capacity < cut.slots:
+        problem = f"takes a capacity of {cut.slots} slots or more, got {capacity}"
+    elif gpu.capability >= 90 and capacity % TMA_ROWS:
+        problem = f"copies by TMA and takes a capacity in multiples of {TMA_ROWS} slots, got {capacity}"
+    if problem:
+        raise ValueError(f"decode_attention: mosaic {problem}; use triton or xla")
+
+
+def attend_parts(
+    q: Array,
+    cache: Cache,
+    token: Token | None,
+    *,
+    length: Array,
+    cut: Tiles,
+    group: int,
+    logits: bool,
+    implementation: Implementation,
+) -> Partials:
+    """The parts.
+
+    Args:
+        q: queries `[B, H, P, D]`, P at least as many as tensor cores take; with a new token, its key and its value
+            are the two rows after the group.
+        cache: arrays, or references that a new token is written to.
+        token: the new token, or None.
+        length: filled slots, the new token's included, int32 `[B, H]`.
+        cut: how the work is cut.
+        group: G.
+        logits: whether they are wanted.
+        implementation: the GPU, and whether to interpret.
+    """
+    batch, heads, capacity, size = cache.k.shape
+    dtype, rows = q.dtype, padded(group)
+    array: Any = jax.ShapeDtypeStruct
+    tile = partial(plgpu.SMEM, dtype=dtype)
+    scratch = {
+        "k_tiles": tile((cut.stages, cut.slots, size)),
+        "v_tiles": tile((cut.stages, cut.slots, size)),
+        "weights": tile((rows, cut.slots)),
+    }
+    if implementation.gpu.capability >= 90 or implementation.interpret:
+        scratch["landed"] = plgpu.Barrier(num_barriers=2 * cut.stages)
+    if logits:
+        scratch["saved"] = tile((rows, cut.slots), dtype=jnp.float32)
+    parts = (batch, heads, cut.splits, rows)
+    # The group, and rows that give every thread as many logits.
+    saved = (
+        batch,
+        heads,
+        -(-group * cut.slots // THREADS) * THREADS // cut.slots,
+        pl.cdiv(capacity, cut.slots) * cut.slots,
+    )
+    outputs = Partials(
+        out=array((*parts, size), dtype if cut.splits == 1 else jnp.float32),
+        lse=array(parts, jnp.float32),
+        logits=array(saved, jnp.float32) if logits else None,
+    )
+    (partials,) = plgpu.kernel(
+        partial(attend_part, cut=cut, group=group, interpret=implementation.interpret),
+        out_type=(outputs,),
+        scratch_types=scratch,
+        grid=parts[:3],
+        grid_names=("row", "head", "part"),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if implementation.interpret else None,
+        kernel_name="decode_attention",
+    )(length, q, token, cache)
+    if logits and (rest := capacity % cut.slots):
+        # The last tile starts early, see `Pipeline.slot`.
+        pieces = partials.logits[..., : capacity - rest], partials.logits[..., -rest:]
+        partials = partials._replace(logits=jnp.concatenate(pieces, axis=-1))
+    return partials
