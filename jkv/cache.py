@@ -176,7 +176,7 @@ def put(slots: Slots, token: Token) -> Slots:
         raise ValueError("the slots' last token is not written yet; attend to their view, or settle them")
     return replace(
         slots,
-        length=jnp.minimum(slots.length + token.active[:, None], slots.capacity),
+        length=jnp.where(token.active[:, None], jnp.minimum(slots.length + 1, slots.capacity), slots.length),
         new=NewToken(token.k, token.v, token.active),
         place=token.pos,
     )

@@ -33,7 +33,7 @@ def no_race(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 # Capacities that are no multiple of a tile, and parts that are longer than the pipeline, of one tile, and empty.
 @pytest.mark.parametrize(
     ("group", "size", "capacity", "capability", "cores"),
-    [(1, 64, 109, 80, 1), (4, 96, 640, 90, 1), (7, 128, 1152, 90, 24), (16, 256, 109, 80, 24)],
+    [(1, 64, 112, 80, 1), (4, 96, 640, 90, 1), (7, 128, 1152, 90, 24), (16, 256, 104, 80, 24)],
 )
 def test_writes_the_new_token_and_attends(no_race, group, size, capacity, capability, cores):
     arguments = inputs(group, size, capacity, "bfloat16")
@@ -60,18 +60,19 @@ def test_detector_sees_a_tile_overwritten_too_early(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("size", "capacity", "dtype", "capability", "reason"),
+    ("group", "size", "capacity", "dtype", "reason"),
     [
-        (128, 128, "float32", 90, "bfloat16 and float16, got float32"),
-        (80, 128, "bfloat16", 80, "multiples of 32.*got 80"),
-        (320, 128, "bfloat16", 80, "up to 256, got 320"),
-        (64, 9, "bfloat16", 80, "32 slots or more, got 9"),
-        (64, 109, "bfloat16", 90, "TMA .* multiples of 8 slots, got 109"),
+        (2, 128, 128, "float32", "bfloat16 and float16, got float32"),
+        (2, 80, 128, "bfloat16", "multiples of 32 from 64 to 256, got 80"),
+        (2, 320, 128, "bfloat16", "multiples of 32 from 64 to 256, got 320"),
+        (17, 64, 128, "bfloat16", "up to 16 query heads .* got 17"),
+        (2, 64, 24, "bfloat16", "32 or more, got 24"),
+        (2, 64, 109, "bfloat16", "8 slots .* multiples, .* got 109"),
     ],
 )
-def test_refuses_what_it_cannot_take(size, capacity, dtype, capability, reason):
+def test_refuses_what_it_cannot_take(group, size, capacity, dtype, reason):
     with pytest.raises(ValueError, match=f"mosaic .*{reason}; use triton or xla"):
-        attend(kernel(capability, 1), inputs(2, size, capacity, dtype), False)
+        attend(kernel(90, 1), inputs(group, size, capacity, dtype), False)
 
 
 @pytest.mark.parametrize("gpu", [dispatch.A100, dispatch.H200], ids=["a100", "h200"])

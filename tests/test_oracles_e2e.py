@@ -16,6 +16,7 @@ from jkv.models.decoder import Decoder
 from jkv.policies.full import Full
 from jkv.sampling import Sampling, seed_words
 from oracle_cases import FOLDER, align, kept_by, policy_of, read
+from pallas_kernels.dispatch import XLA, Implementation
 
 MODELS = ("llama", "qwen2", "qwen3")
 RUNS = sorted({path.stem.partition("_")[2] for path in (FOLDER / "e2e").glob("*.npz")})
@@ -47,6 +48,17 @@ def all_runs() -> list[Any]:
 
 @pytest.mark.parametrize(("model", "run"), all_runs())
 def test_decoding(model: str, run: str) -> None:
+    check_decoding(model, run, XLA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "run"), [(model, run) for model in MODELS for run in RUNS])
+def test_decoding_with_the_kernels_interpreted(model: str, run: str) -> None:
+    check_decoding(model, run, Implementation("triton", elsewhere=("xla",), interpret=True))
+
+
+def check_decoding(model: str, run: str, implementation: Implementation) -> None:
+    """Replays a recorded generation."""
     config, arrays = read(FOLDER / "e2e" / f"{model}_{run}.npz")
     mask, new = arrays["attention_mask"], config["max_new_tokens"]
     (batch, longest), length = mask.shape, np.sum(mask, axis=1).astype(np.int32)
@@ -57,7 +69,9 @@ def test_decoding(model: str, run: str) -> None:
         {**config["method_config"], "algo": config["algo"]}, batch=batch, interval=config["divide_length"]
     )
     decoder = load(config["model"])
-    spec = CacheSpec.of(decoder.config, max_len=longest + new, max_new=new, dtype="float32")
+    spec = CacheSpec.of(
+        decoder.config, max_len=longest + new, max_new=new, dtype="float32", implementation=implementation
+    )
     engine = Engine(config=decoder.config, policy=policy, spec=spec, sampling=Sampling(), keep_logits=True)
     parameters = nnx.state(decoder)
     state, out = engine.prefill(

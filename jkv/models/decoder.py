@@ -54,9 +54,14 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return rms_norm(x, self.scale[...], self.eps)
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """Norms the last axis of `x`; the axes of `scale` are its last ones."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
 
 
 class Layer(nnx.Module):
@@ -76,17 +81,18 @@ class Layer(nnx.Module):
 
     def heads(self, x: Array, cos: Array, sin: Array) -> Heads:
         """Projects `x` `[..., E]`; `cos`, `sin` float32 `[..., D/2]` of each token's position."""
-        c, lead = self.config, x.shape[:-1]
-        kv = c.num_kv_heads * c.head_dim
-        q, k, v = jnp.split(
-            self.qkv(self.attention_norm(x)), [c.num_heads * c.head_dim, c.num_heads * c.head_dim + kv], -1
-        )
-        q = q.reshape(*lead, c.num_kv_heads, c.group, c.head_dim)
-        k, v = (y.reshape(*lead, c.num_kv_heads, c.head_dim) for y in (k, v))
+        c = self.config
+        heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:-1], -1, c.head_dim)
+        # Queries and keys side by side, so that XLA norms and rotates both by one kernel.
+        qk, v = jnp.split(heads, [c.num_heads + c.num_kv_heads], axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        return Heads(rope.rotate(q, cos[..., None, :], sin[..., None, :]), rope.rotate(k, cos, sin), v, k)
+            is_query = jnp.arange(qk.shape[-2], dtype=jnp.int32)[:, None] < c.num_heads
+            scale = jnp.where(is_query, self.q_norm.scale[...][None], self.k_norm.scale[...][None])
+            qk = rms_norm(qk, scale, c.norm_eps)
+        rotated = rope.rotate(qk, cos[..., None, :], sin[..., None, :])
+        q, k = jnp.split(rotated, [c.num_heads], axis=-2)
+        q = q.reshape(*k.shape[:-1], c.group, c.head_dim)
+        return Heads(q, k, v, qk[..., c.num_heads :, :])
 
     def finish(self, x: Array, attended: Array) -> Array:
         """Adds attention's output `[..., H, G, D]` and the MLP to the residual `x` `[..., E]`."""

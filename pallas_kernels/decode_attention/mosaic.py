@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from pallas_kernels.decode_attention import Attended, NewToken, Notes
 from pallas_kernels.decode_attention.mosaic_part import Cache, Token, attend_part
 from pallas_kernels.decode_attention.mosaic_pipeline import plgpu
-from pallas_kernels.decode_attention.split import Partials, combine, pad_group, padded, splits_for
+from pallas_kernels.decode_attention.split import Partials, combine, pad_group, splits_for
 from pallas_kernels.dispatch import Gpu, Implementation
 
 THREADS = 128
-COLUMNS = 32  # of a product that four warps make at once
-TMA_ROWS = 8  # of the tiles in which TMA copies
+ROWS, COLUMNS = 16, 32  # of a product that four warps make at once
+SWIZZLED = 8  # slots, in shared memory, that a tile is made of
 
 
 class Tiles(NamedTuple):
@@ -62,22 +62,21 @@ def decode_attention(
     Interpreted, it copies as TMA does, on every card, and looks for races.
 
     Raises:
-        ValueError: the dtype, head_dim or capacity does not fit; the message says what does.
+        ValueError: the dtype, head_dim, group or capacity does not fit; the message says what does.
     """
     cut, group = tiles(k, implementation.gpu), q.shape[2]
-    check(k, cut, implementation.gpu)
-    attend = partial(
-        attend_parts, length=length, cut=cut, group=group, logits=return_probs, implementation=implementation
-    )
+    check(q, k, cut)
+    wanted = {"group": group, "logits": return_probs, "implementation": implementation}
     if new is None:
-        partials = attend(pad_group(q.astype(k.dtype)), Cache(k, v), None)
+        partials = attend_parts(pad_group(q.astype(k.dtype)), Cache(k, v), length, None, cut, **wanted)
     else:
         # One array, so that XLA makes queries, key and value by one kernel.
         rows = (q, new.k[:, :, None], new.v[:, :, None])
         q = pad_group(jnp.concatenate([x.astype(k.dtype) for x in rows], axis=2))
         cache = Cache(k, v, *((notes.pos, notes.window if notes.window.size else None) if notes else ()))
         refs = jax.tree.map(jax.new_ref, cache)
-        partials = attend(q, refs, Token(new.active.astype(jnp.int32), notes.place if notes else None))
+        token = Token(new.active.astype(jnp.int32), notes.place if notes else None)
+        partials = attend_parts(q, refs, length, token, cut, **wanted)
         k, v, pos, window = jax.tree.map(jax.freeze, refs)
         if notes is not None:
             notes = Notes(notes.place, pos, notes.window if window is None else window)
@@ -85,20 +84,18 @@ def decode_attention(
     return Attended(out.astype(v.dtype), probs, k, v, notes)
 
 
-def check(k: Array, cut: Tiles, gpu: Gpu) -> None:
-    """Raises ValueError for a cache that the kernel cannot take."""
-    capacity, size = k.shape[2:]
+def check(q: Array, k: Array, cut: Tiles) -> None:
+    """Raises ValueError for what the kernel cannot take."""
+    group, (capacity, size) = q.shape[2], k.shape[2:]
     problem = None
     if k.dtype not in (jnp.bfloat16, jnp.float16):
         problem = f"multiplies bfloat16 and float16, got {k.dtype}"
     elif size % COLUMNS or not 64 <= size <= 256:
-        problem = (
-            f"takes head_dim in multiples of {COLUMNS}, for four warps of 8 columns, from 64 up to 256, got {size}"
-        )
-    elif capacity < cut.slots:
-        problem = f"takes a capacity of {cut.slots} slots or more, got {capacity}"
-    elif gpu.capability >= 90 and capacity % TMA_ROWS:
-        problem = f"copies by TMA and takes a capacity in multiples of {TMA_ROWS} slots, got {capacity}"
+        problem = f"gives each of four warps 8 columns: head_dim in multiples of {COLUMNS} from 64 to 256, got {size}"
+    elif group > ROWS:
+        problem = f"takes up to {ROWS} query heads for a kv head, got {group}"
+    elif capacity % SWIZZLED or capacity < cut.slots:
+        problem = f"copies {SWIZZLED} slots together: a capacity in multiples, {cut.slots} or more, got {capacity}"
     if problem:
         raise ValueError(f"decode_attention: mosaic {problem}; use triton or xla")
 
@@ -106,10 +103,10 @@ def check(k: Array, cut: Tiles, gpu: Gpu) -> None:
 def attend_parts(
     q: Array,
     cache: Cache,
-    token: Token | None,
-    *,
     length: Array,
+    token: Token | None,
     cut: Tiles,
+    *,
     group: int,
     logits: bool,
     implementation: Implementation,
@@ -117,44 +114,39 @@ def attend_parts(
     """The parts.
 
     Args:
-        q: queries `[B, H, P, D]`, P at least as many as tensor cores take; with a new token, its key and its value
-            are the two rows after the group.
+        q: queries `[B, H, P, D]`, P at least 16; with a new token, its key and its value are the two rows after the
+            group.
         cache: arrays, or references that a new token is written to.
-        token: the new token, or None.
         length: filled slots, the new token's included, int32 `[B, H]`.
+        token: the new token, or None.
         cut: how the work is cut.
         group: G.
         logits: whether they are wanted.
         implementation: the GPU, and whether to interpret.
     """
     batch, heads, capacity, size = cache.k.shape
-    dtype, rows = q.dtype, padded(group)
+    dtype = q.dtype
     array: Any = jax.ShapeDtypeStruct
     tile = partial(plgpu.SMEM, dtype=dtype)
     scratch = {
         "k_tiles": tile((cut.stages, cut.slots, size)),
         "v_tiles": tile((cut.stages, cut.slots, size)),
-        "weights": tile((rows, cut.slots)),
+        "weights": tile((ROWS, cut.slots)),
     }
     if implementation.gpu.capability >= 90 or implementation.interpret:
         scratch["landed"] = plgpu.Barrier(num_barriers=2 * cut.stages)
     if logits:
-        scratch["saved"] = tile((rows, cut.slots), dtype=jnp.float32)
-    parts = (batch, heads, cut.splits, rows)
-    # The group, and rows that give every thread as many logits.
-    saved = (
-        batch,
-        heads,
-        -(-group * cut.slots // THREADS) * THREADS // cut.slots,
-        pl.cdiv(capacity, cut.slots) * cut.slots,
-    )
+        scratch["saved"] = tile((ROWS, cut.slots), dtype=jnp.float32)
+    parts = (batch, heads, cut.splits, ROWS)
+    # Whole tiles, and of the padding as many rows as give every thread as much to store.
+    saved = (pl.cdiv(group * cut.slots, THREADS) * THREADS // cut.slots, pl.cdiv(capacity, cut.slots) * cut.slots)
     outputs = Partials(
         out=array((*parts, size), dtype if cut.splits == 1 else jnp.float32),
         lse=array(parts, jnp.float32),
-        logits=array(saved, jnp.float32) if logits else None,
+        logits=array((batch, heads, *saved), jnp.float32) if logits else None,
     )
     (partials,) = plgpu.kernel(
-        partial(attend_part, cut=cut, group=group, interpret=implementation.interpret),
+        partial(attend_part, group=group, interpret=implementation.interpret),
         out_type=(outputs,),
         scratch_types=scratch,
         grid=parts[:3],

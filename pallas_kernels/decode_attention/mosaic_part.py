@@ -5,6 +5,7 @@ the copy found in its slot, and writes the token to the cache after its last cop
 or of another, is under way to a slot while it is written.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,13 +59,13 @@ def attend_part(
     landed=None,
     saved=None,
     *,
-    cut: Any,
     group: int,
     interpret: bool,
 ) -> None:
     """One part of one kv head; `token`, `cache` and `partials` hold references, as `attend_parts` has arrays."""
     head, part = (lax.axis_index("row"), lax.axis_index("head")), lax.axis_index("part")
-    rows, size, dtype = weights.shape[0], q_ref.shape[3], q_ref.dtype
+    (rows, slots), size, dtype = weights.shape, q_ref.shape[3], q_ref.dtype
+    splits = partials.out.shape[2]
     layouts = plgpu.Layout
     # Sixteen rows are one tile of `mma`, so its columns are shared out between the warps.
     lhs, rhs, acc = (x(dtype, m_warps=1) for x in (layouts.MMA_LHS, layouts.MMA_RHS, layouts.MMA_ACC))
@@ -76,13 +77,12 @@ def attend_part(
         is_new = (token.active[head[0]] > 0) & (length > 0)
         stored = jnp.where(is_new, length - 1, length)
         k_new = _load(q_ref.at[*head, group], rhs.reduce(1))
-        v_new = jnp.where(
-            _full(is_new, (size,), rhs.reduce(0), bool), _load(q_ref.at[*head, group + 1], rhs.reduce(0)), v_new
-        )
+        mask = _full(is_new, (size,), rhs.reduce(0), bool)
+        v_new = jnp.where(mask, _load(q_ref.at[*head, group + 1], rhs.reduce(0)), v_new)
 
     # Parts of the row's own length, so that a short row is shared out as evenly as a long one.
-    steps = pl.cdiv(length, cut.slots)
-    first, stop = part * steps // cut.splits, (part + 1) * steps // cut.splits
+    steps = pl.cdiv(length, slots)
+    first, stop = part * steps // splits, (part + 1) * steps // splits
     copies = Pipeline((cache.k, cache.v), (k_tiles, v_tiles), landed, head, first, stop)
     copies.start()
     q = _load(q_ref.at[*head, :rows], lhs)
@@ -93,13 +93,13 @@ def attend_part(
         keys = _load(copies.take(i, 0).T, rhs)
         if token is not None:
             keys = _mend(keys, k_new, stored - begin, axis=1, layout=rhs)
-        logits = product(_full(0, (rows, cut.slots), acc), q, keys) * size**-0.5
+        logits = product(_full(0, (rows, slots), acc), q, keys) * size**-0.5
         if saved is not None:
             _store(saved, logits)
-            target = partials.logits.at[*head, :, pl.ds(i * cut.slots, cut.slots)]
+            target = partials.logits.at[*head, :, pl.ds(i * slots, slots)]
             _store(target, _load(saved.at[: target.shape[0]], layouts.WG_STRIDED(target.shape, 1)))
         slot = begin + plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=acc)
-        logits = jnp.where((slot >= i * cut.slots) & (slot < length), logits, MASKED)
+        logits = jnp.where((slot >= i * slots) & (slot < length), logits, MASKED)
         top = jnp.maximum(state.top, jnp.max(logits, axis=1))
         old, more = jnp.exp(state.top - top), jnp.exp(logits - _spread(top, 0, logits.shape))
         # From accumulators to a left operand there is a way through shared memory only.
@@ -109,9 +109,7 @@ def attend_part(
         out = product(state.out * _spread(old, 0, state.out.shape), _load(weights, lhs), values)
         return Softmax(top, state.total * _spread(old, 0, more.shape) + more, out)
 
-    nothing = Softmax(
-        _full(MASKED, (rows,), acc.reduce(1)), _full(0, (rows, cut.slots), acc), _full(0, (rows, size), acc)
-    )
+    nothing = Softmax(_full(MASKED, (rows,), acc.reduce(1)), *(_full(0, (rows, n), acc) for n in (slots, size)))
     top, total, out = lax.fori_loop(first, stop, step, nothing)
     copies.finish()
     total = jnp.sum(total, axis=1)
@@ -120,17 +118,21 @@ def attend_part(
     _store(partials.lse.at[*head, part], top + jnp.log(total))
     if token is not None:
 
-        @pl.when(is_new & (part == cut.splits - 1))
+        @pl.when(is_new & (part == splits - 1))
         def _() -> None:
             _store(cache.k.at[*head, stored], k_new)
             _store(cache.v.at[*head, stored], v_new)
-            if cache.pos is not None:
-                cache.pos[*head, stored] = token.place[head[0]]
-            if cache.window is not None:
-                index = token.place[head[0]] % cache.window.shape[2]
-                for i in range(group):
-                    query = _load(q_ref.at[*head, i], rhs.reduce(1))
-                    _store(cache.window.at[*head, index, i], query.astype(cache.window.dtype))
+            if token.place is not None:
+                queries = (_load(q_ref.at[*head, i], rhs.reduce(1)) for i in range(group))
+                _write_notes(cache, (*head, stored), token.place[head[0]], queries)
+
+
+def _write_notes(cache: Cache, slot: tuple[Array, ...], place: Array, queries: Iterable[Array]) -> None:
+    cache.pos[slot] = place
+    if cache.window is not None:
+        for i, query in enumerate(queries):
+            target = cache.window.at[*slot[:2], place % cache.window.shape[2], i]
+            _store(target, query.astype(cache.window.dtype))
 
 
 def _mend(tile: Array, token: Array, there: Array, *, axis: int, layout: Any) -> Array:

@@ -1,8 +1,8 @@
 """`pallas_kernels.key_redundancy` as Pallas Triton kernels.
 
-A row of cosines sums to the product of its key with the sum of all unit keys, so that only the search for the spared
-keys has to look at every pair; what spares it costs a slot is subtracted afterwards. Keys are multiplied as they are
-stored, and only the sums are scaled by the lengths of the keys, so that no unit key is rounded.
+A key's cosines with all keys sum to its product with the sum of all unit keys. So only the search for the spared keys
+looks at every pair; what a slot is spared is subtracted afterwards. Keys are multiplied as they are stored and their
+products are scaled, so that no unit key is rounded.
 """
 
 from functools import partial
@@ -14,22 +14,22 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.blocks import Load, check_columns, hold, of_head, product, split_columns
 from pallas_kernels.decode_attention.reference import MASKED
 from pallas_kernels.decode_attention.split import splits_for
 from pallas_kernels.dispatch import Gpu, Implementation
-from pallas_kernels.products import LEAST_DEPTH, hold, product, split_columns
 
-MOST_PARTS = 16  # every search adds up all parts of the sum
-GROUP = 8  # tiles that are searched before it is asked whether anything is left to find
+MOST_PARTS = 16  # every program of the search adds up the sums of all parts
+GROUP = 8  # tiles between two questions whether there is anything to do
 
 
 class Tiles(NamedTuple):
     """How the work is cut; all sizes of blocks are powers of two.
 
     Attributes:
-        rows: keys of one program of the search, and of the subtraction.
-        slots: keys that these are multiplied with in one step.
-        parts: programs that share the sum over the keys of one kv head.
+        rows: keys whose spared ones a program looks for, and slots whose sums it corrects.
+        slots: keys of one step of a program.
+        parts: programs that share the sum of the unit keys of one kv head.
         warps, stages: of Triton's code and of its pipeline of loads.
     """
 
@@ -41,54 +41,51 @@ class Tiles(NamedTuple):
 
 
 def tiles(k: jax.ShapeDtypeStruct | Array, gpu: Gpu) -> Tiles:
-    """Many rows read the other keys seldom; fewer if there would be too few programs, or on no tensor cores."""
+    """The more rows, the fewer times all keys are read; but enough programs, and 32 products a thread at most."""
     batch, heads, capacity, _ = k.shape
-    parts = min(MOST_PARTS, splits_for(batch * heads, capacity, 64, gpu))
-    small = k.dtype == jnp.float32 or batch * heads * capacity < 128 * gpu.cores
-    return Tiles(64 if small else 128, 64, parts)
+    exact = k.dtype == jnp.float32  # and off the tensor cores
+    slots = 32 if exact else 64
+    rows = 64 if exact or batch * heads * capacity < 128 * gpu.cores else 128
+    return Tiles(rows, slots, min(MOST_PARTS, splits_for(batch * heads, capacity, slots, gpu)))
 
 
-def key_redundancy(
-    k: Array, length: Array, *, threshold: float, retain: str, implementation: Implementation
-) -> Array:
+def key_redundancy(k: Array, length: Array, *, threshold: float, retain: str, implementation: Implementation) -> Array:
     """Three kernels and the softmax.
 
     Raises:
         ValueError: head_dim is no multiple of 16.
     """
     batch, heads, capacity, size = k.shape
-    if size % LEAST_DEPTH:
-        raise ValueError(f"key_redundancy: triton takes head_dim in multiples of {LEAST_DEPTH}, got {size}; use xla")
+    check_columns("key_redundancy", size)
     cut = tiles(k, implementation.gpu)
-    of_head = lambda *shape: pl.BlockSpec((None, None, *shape), lambda i, h, b: (b, h, *[0] * len(shape)))
-    lengths, keys, slots, sums = of_head(), of_head(capacity, size), of_head(capacity), of_head(cut.parts, size)
-    floats = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.float32)
-    blocks = pl.cdiv(capacity, cut.rows)
     call = partial(
         pl.pallas_call,
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=implementation.interpret,
     )
+    keys, slots, sums = of_head(capacity, size), of_head(capacity), of_head(cut.parts, size)
+    floats = jax.ShapeDtypeStruct((batch, heads, capacity), jnp.float32)
     scale, total = call(
-        partial(_measure, cut=cut),
+        partial(_sum, cut=cut),
         grid=(cut.parts, heads, batch),
-        in_specs=[lengths, keys],
-        out_specs=[slots, pl.BlockSpec((None, None, None, size), lambda i, h, b: (b, h, i, 0))],
+        in_specs=[of_head(), keys],
+        out_specs=[slots, sums],
         out_shape=[floats, jax.ShapeDtypeStruct((batch, heads, cut.parts, size), jnp.float32)],
         name="key_sums",
     )(length, k)
+    blocks = pl.cdiv(capacity, cut.rows)
     spared, cosine, total = call(
         partial(_search, cut=cut, threshold=threshold, retain=retain),
         grid=(blocks, heads, batch),
-        in_specs=[lengths, keys, slots, sums],
-        out_specs=[slots] * 3,
+        in_specs=[of_head(), keys, slots, sums],
+        out_specs=[slots, slots, slots],
         out_shape=[jax.ShapeDtypeStruct(floats.shape, jnp.int32), floats, floats],
         name="key_search",
     )(length, k, scale, total)
     total = call(
         partial(_subtract, cut=cut),
         grid=(blocks, heads, batch),
-        in_specs=[lengths, slots, slots, slots],
+        in_specs=[of_head(), slots, slots, slots],
         out_specs=slots,
         out_shape=floats,
         name="key_totals",
@@ -98,88 +95,104 @@ def key_redundancy(
     return jnp.where(valid, jax.nn.softmax(jnp.where(valid, mean, MASKED), axis=-1), 0.0)
 
 
-def _measure(length_ref, k_ref, scale_ref, sum_ref, *, cut: Tiles) -> None:
-    """What makes a key's length 1, and the sum of one part of the unit keys."""
-    size = k_ref.shape[1]
-    length = plgpu.load(length_ref.at[...])
-    columns = split_columns(size)
+def _sum(length_ref, k_ref, scale_ref, sum_ref, *, cut: Tiles) -> None:
+    """What makes the length of each key 1, and the sum of one part of the unit keys."""
+    length, columns = plgpu.load(length_ref.at[...]), split_columns(k_ref.shape[1])
 
     def step(i: Array, sums: list[Array]) -> list[Array]:
-        slot = i * cut.slots + jnp.arange(cut.slots, dtype=jnp.int32)
+        slot, where = i * cut.slots + jnp.arange(cut.slots, dtype=jnp.int32), pl.ds(i * cut.slots, cut.slots)
         valid = slot < length
-        where = pl.ds(i * cut.slots, cut.slots)
-        keys = [
-            plgpu.load(k_ref.at[where, piece], mask=valid[:, None], other=0.0).astype(jnp.float32) for piece in columns
-        ]
-        squares = sum(jnp.sum(x * x, axis=1) for x in keys)
-        scale = jnp.where(valid, 1 / (jnp.sqrt(squares) + 1e-6), 0.0)
+        load = partial(plgpu.load, mask=valid[:, None], other=0.0)
+        keys = [load(k_ref.at[where, piece]).astype(jnp.float32) for piece in columns]
+        square = sum(jnp.sum(x * x, axis=1) for x in keys)
+        scale = 1 / (jnp.sqrt(square) + 1e-6)
         plgpu.store(scale_ref.at[where], scale, mask=valid)
         return [total + jnp.sum(x * scale[:, None], axis=0) for total, x in zip(sums, keys, strict=True)]
 
     part, count = pl.program_id(0), pl.cdiv(length, cut.slots)
-    nothing = [jnp.zeros((piece.size,), jnp.float32) for piece in columns]
-    sums = lax.fori_loop(part * count // cut.parts, (part + 1) * count // cut.parts, step, nothing)
+    sums = [jnp.zeros((piece.size,), jnp.float32) for piece in columns]
+    sums = lax.fori_loop(part * count // cut.parts, (part + 1) * count // cut.parts, step, sums)
     for piece, total in zip(columns, sums, strict=True):
-        plgpu.store(sum_ref.at[piece], total)
+        plgpu.store(sum_ref.at[part, piece], total)
 
 
 def _search(
-    length_ref, k_ref, scale_ref, sum_ref, spared_ref, cosine_ref, total_ref, *, cut: Tiles, threshold: float, retain: str
+    length_ref,
+    k_ref,
+    scale_ref,
+    sum_ref,
+    spared_ref,
+    cosine_ref,
+    total_ref,
+    *,
+    cut: Tiles,
+    threshold: float,
+    retain: str,
 ) -> None:
-    """For a block of keys the slot that each spares, -1 for none, its cosine with it, and the sum of all cosines."""
-    size, start = k_ref.shape[1], pl.program_id(0) * cut.rows
-    length = plgpu.load(length_ref.at[...])
-    row = start + jnp.arange(cut.rows, dtype=jnp.int32)
-    block, valid = pl.ds(start, cut.rows), row < length
-    scale = plgpu.load(scale_ref.at[block], mask=valid, other=0.0)
-    load = lambda columns: plgpu.load(k_ref.at[block, columns], mask=valid[:, None], other=0.0)
+    """For a block of keys: the slot that each spares, -1 for none; its cosine with that; the sum of its cosines."""
+    start, length = pl.program_id(0) * cut.rows, plgpu.load(length_ref.at[...])
+    row, block = start + jnp.arange(cut.rows, dtype=jnp.int32), pl.ds(start, cut.rows)
+    valid = row < length
+    scale = plgpu.load(scale_ref.at[block], mask=valid, other=1.0)
     if retain == "first":
         spared = jnp.zeros_like(row)
     else:
-        spared = _find(k_ref, scale_ref, load, row, length, threshold / jnp.where(valid, scale, 1.0), threshold, cut)
+        spared = _find(k_ref, scale_ref, row, scale, length, cut=cut, threshold=threshold)
     if retain == "last":
         spared = jnp.maximum(spared, 0)
-    has = valid & (spared >= 0) & (spared != row)
-    other = jnp.where(has, spared, 0)
-    part = jnp.arange(1 << (cut.parts - 1).bit_length(), dtype=jnp.int32)
-    width = min(size & -size, 64)
+    # A key's cosine with itself counts as 0.
+    counts = valid & (spared >= 0) & (spared != row)
+    other = jnp.where(counts, spared, 0)
+    width = min(k_ref.shape[1] & -k_ref.shape[1], 64)
 
     def add(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         cosine, square, total = state
-        columns, number = pl.ds(i * width, width), i * width + jnp.arange(width, dtype=jnp.int32)
-        key = load(columns).astype(jnp.float32)
-        where = jnp.broadcast_to(other[:, None], key.shape), jnp.broadcast_to(number[None], key.shape)
-        similar = plgpu.load(k_ref.at[where], mask=has[:, None], other=0.0).astype(jnp.float32)
-        sums = plgpu.load(sum_ref.at[pl.ds(0, part.size), columns], mask=(part < cut.parts)[:, None], other=0.0)
-        add_to = lambda total, factor: total + jnp.sum(key * factor, axis=1)
-        return add_to(cosine, similar), add_to(square, key), add_to(total, jnp.sum(sums, axis=0)[None])
+        columns, column = pl.ds(i * width, width), i * width + jnp.arange(width, dtype=jnp.int32)
+        key = plgpu.load(k_ref.at[block, columns], mask=valid[:, None], other=0.0).astype(jnp.float32)
+        where = jnp.broadcast_to(other[:, None], key.shape), jnp.broadcast_to(column[None], key.shape)
+        similar = plgpu.load(k_ref.at[where], mask=counts[:, None], other=0.0).astype(jnp.float32)
+        every = lax.fori_loop(
+            0, cut.parts, lambda part, x: x + plgpu.load(sum_ref.at[part, columns]), jnp.zeros((width,), jnp.float32)
+        )
+        cosine += jnp.sum(key * similar, axis=1)
+        square += jnp.sum(key * key, axis=1)
+        return cosine, square, total + jnp.sum(key * every[None], axis=1)
 
     nothing = (jnp.zeros(row.shape, jnp.float32),) * 3
-    cosine, square, total = lax.fori_loop(0, size // width, add, nothing)
-    cosine = cosine * scale * plgpu.load(scale_ref.at[other], mask=has, other=0.0)
+    cosine, square, total = lax.fori_loop(0, k_ref.shape[1] // width, add, nothing)
+    cosine *= scale * plgpu.load(scale_ref.at[other], mask=counts, other=0.0)
     plgpu.store(spared_ref.at[block], spared, mask=valid)
     plgpu.store(cosine_ref.at[block], cosine, mask=valid)
     plgpu.store(total_ref.at[block], total * scale - square * scale * scale, mask=valid)
 
 
-def _find(k_ref, scale_ref, load, row: Array, length: Array, least: Array, threshold: float, cut: Tiles) -> Array:
-    """The largest slot whose product with a row, scaled by its own length alone, exceeds `least`; -1 for none."""
-    size = k_ref.shape[1]
-    keys = hold(load, size, k_ref.dtype)
+def _find(k_ref, scale_ref, row: Array, scale: Array, length: Array, *, cut: Tiles, threshold: float) -> Array:
+    """The largest slot whose cosine with each of a block's rows exceeds the threshold; -1 for none."""
+    size, own = k_ref.shape[1], cut.rows // cut.slots
+    first = pl.program_id(0) * own  # of the tiles that hold the rows themselves
+
+    def tile(start: Array, count: int) -> tuple[Array, Load]:
+        slot = start + jnp.arange(count, dtype=jnp.int32)
+        mask = (slot < length)[:, None]
+        return slot, lambda columns: plgpu.load(k_ref.at[pl.ds(start, count), columns], mask=mask, other=0.0)
+
+    keys = hold(tile(first * cut.slots, cut.rows)[1], size, k_ref.dtype)
+    least = threshold / scale
     of = jax.ShapeDtypeStruct((cut.rows, cut.slots), k_ref.dtype)
 
     def step(i: Array, found: Array, *, itself: bool) -> Array:
-        slot = i * cut.slots + jnp.arange(cut.slots, dtype=jnp.int32)
-        where, valid = pl.ds(i * cut.slots, cut.slots), slot < length
-        others = lambda columns: plgpu.load(k_ref.at[where, columns], mask=valid[:, None], other=0.0)
-        scale = plgpu.load(scale_ref.at[where], mask=valid, other=0.0)
+        slot, others = tile(i * cut.slots, cut.slots)
+        scale = plgpu.load(scale_ref.at[pl.ds(i * cut.slots, cut.slots)], mask=slot < length, other=0.0)
         alike = product(keys, others, of, size) * scale[None] > least[:, None]
         if itself:  # a key's cosine with itself counts as 0
             same = row[:, None] == slot[None]
             alike = alike | same if threshold < 0 else alike & ~same
         if threshold < 0:
-            alike = alike & valid[None]
+            alike &= (slot < length)[None]
         return jnp.maximum(found, jnp.max(jnp.where(alike, slot[None], -1), axis=1))
+
+    def step_over(i: Array, found: Array) -> Array:
+        return step(jnp.where(i < first, i, i + own), found, itself=False)
 
     def search(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         found, least = state
@@ -187,9 +200,8 @@ def _find(k_ref, scale_ref, load, row: Array, length: Array, least: Array, thres
         found = lax.fori_loop(jnp.maximum(stop - GROUP, 0), stop, step_over, found)
         return found, jnp.min(found)
 
-    # The tiles that hold the rows themselves come last, so that no other one has to look for a key's own slot.
-    own, first = cut.rows // cut.slots, pl.program_id(0) * (cut.rows // cut.slots)
-    step_over = lambda i, found: step(jnp.where(i < first, i, i + own), found, itself=False)
+    # From the end, until every row has found a slot. The rows' own tiles come last, so that no other has to look out
+    # for a key's own slot.
     others = jnp.where(first * cut.slots < length, jnp.maximum(pl.cdiv(length, cut.slots) - own, 0), 0)
     nothing = jnp.where(row < length, -1, 0)
     found, _ = lax.fori_loop(0, pl.cdiv(others, GROUP), search, (nothing, jnp.min(nothing)))
@@ -197,24 +209,23 @@ def _find(k_ref, scale_ref, load, row: Array, length: Array, least: Array, thres
 
 
 def _subtract(length_ref, spared_ref, cosine_ref, total_ref, out_ref, *, cut: Tiles) -> None:
-    """The sums of a block of rows without the cosines of the keys that spare them."""
-    slots, start = 2 * cut.slots, pl.program_id(0) * cut.rows
-    length = plgpu.load(length_ref.at[...])
-    row = start + jnp.arange(cut.rows, dtype=jnp.int32)
-    block = pl.ds(start, cut.rows)
+    """The sums of a block of slots without the cosines of the keys that spare them."""
+    start, length, wide = pl.program_id(0) * cut.rows, plgpu.load(length_ref.at[...]), GROUP * cut.slots
+    row, block = start + jnp.arange(cut.rows, dtype=jnp.int32), pl.ds(start, cut.rows)
 
-    def step(i: Array, total: Array) -> Array:
-        where = pl.ds(i * slots, slots)
-        valid = i * slots + jnp.arange(slots, dtype=jnp.int32) < length
-        spared = plgpu.load(spared_ref.at[where], mask=valid, other=-1)
-        near = jnp.max(((spared >= start) & (spared < start + cut.rows)).astype(jnp.int32)) > 0
+    def load(ref, i: Array, count: int) -> Array:
+        mask = i * count + jnp.arange(count, dtype=jnp.int32) < length
+        return plgpu.load(ref.at[pl.ds(i * count, count)], mask=mask, other=-1)
 
-        def subtract() -> Array:
-            cosine = plgpu.load(cosine_ref.at[where], mask=valid, other=0.0)
-            return total - jnp.sum(jnp.where(spared[None] == row[:, None], cosine[None], 0.0), axis=1)
+    def subtract(i: Array, total: Array) -> Array:
+        spared, cosine = load(spared_ref, i, cut.slots), load(cosine_ref, i, cut.slots)
+        return total - jnp.sum(jnp.where(spared[None] == row[:, None], cosine[None], 0.0), axis=1)
 
-        return lax.cond(near, subtract, lambda: total)
+    def search(i: Array, total: Array) -> Array:
+        spared = load(spared_ref, i, wide)
+        any_here = jnp.max(((spared >= start) & (spared < start + cut.rows)).astype(jnp.int32))
+        return lax.fori_loop(i * GROUP, (i + any_here) * GROUP, subtract, total)
 
     total = plgpu.load(total_ref.at[block], mask=row < length, other=0.0)
-    total = lax.fori_loop(0, jnp.where(start < length, pl.cdiv(length, slots), 0), step, total)
+    total = lax.fori_loop(0, jnp.where(start < length, pl.cdiv(length, wide), 0), search, total)
     plgpu.store(out_ref.at[block], total, mask=row < length)

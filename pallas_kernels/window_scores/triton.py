@@ -1,8 +1,8 @@
 """`pallas_kernels.window_scores` as Pallas Triton kernels.
 
 The first one sums the exponentials of each query's logits, the second one knows these sums and makes the scores. Both
-multiply a tile of keys by all queries that share them, so that each reads the keys once. The largest of a group is
-taken from a tile whose rows are the group's heads, each with its window.
+multiply a tile of keys by all queries that share them, so that each reads the keys once. Where the largest of a group
+is taken, the keys come first in the product: then one thread holds all of a slot's logits, or nearly so.
 """
 
 from functools import partial
@@ -14,12 +14,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.blocks import LEAST_DEPTH, Load, check_columns, hold, of_head, power_of_two, product
 from pallas_kernels.decode_attention.reference import MASKED
 from pallas_kernels.decode_attention.split import splits_for
 from pallas_kernels.dispatch import Gpu, Implementation
-from pallas_kernels.products import LEAST_DEPTH, Load, hold, product
 
 LOG2_E = 1.4426950408889634  # the GPU's own exponential is that of 2
+MOST_PARTS = 64  # every program of the second kernel joins the sums of all parts
 
 
 class Tiles(NamedTuple):
@@ -43,24 +44,23 @@ class Tiles(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a product."""
+        """Queries of a product."""
         return self.heads * self.tokens
 
 
 def tiles(q: jax.ShapeDtypeStruct | Array, k: jax.ShapeDtypeStruct | Array, gpu: Gpu) -> Tiles:
-    """All queries at once if they fit beside three stages of keys, with 32 sums of products a thread or a few more."""
+    """All queries at once if a thread can hold 64 of their logits and they fit beside three stages of keys."""
     batch, heads, group, window, size = q.shape
-    capacity, stages = k.shape[2], 3
-    group = _power_of_two(group)
-    slots, most = (64, 256) if k.dtype.itemsize < 4 else (32, 64)
-    while most > LEAST_DEPTH and (most + stages * slots) * size * k.dtype.itemsize > 0.9 * gpu.shared_memory:
-        most //= 2
-    if group * _power_of_two(window) > most:
-        most = min(most, 128)
-    tokens = max(min(_power_of_two(window), most // group), LEAST_DEPTH // group, 1)
-    warps = 4 if group * tokens <= 64 and k.dtype.itemsize < 4 else 8
-    parts = splits_for(batch * heads, capacity, slots, gpu)
-    return Tiles(group, tokens, -(-window // tokens), slots, parts, warps, stages)
+    stages, itemsize = Tiles._field_defaults["stages"], k.dtype.itemsize
+    slots, most = (64, 256) if itemsize < 4 else (32, 64)
+    room = gpu.shared_memory * 9 // 10 // (size * itemsize)
+    group = power_of_two(group)
+    rows = max(group * power_of_two(window), LEAST_DEPTH)
+    if rows > min(most, room - stages * slots):  # then it is the queries that pass by
+        rows = min(most, 128, power_of_two((room - slots) // stages + 1) // 2)
+    tokens = max(rows // group, 1)
+    parts = min(MOST_PARTS, splits_for(batch * heads, k.shape[2], slots, gpu))
+    return Tiles(group, tokens, -(-window // tokens), slots, parts, 4 if rows <= 128 and itemsize < 4 else 8, stages)
 
 
 def window_scores(
@@ -73,22 +73,20 @@ def window_scores(
     """
     batch, heads, _, window, size = q.shape
     capacity = k.shape[2]
-    if size % LEAST_DEPTH:
-        raise ValueError(f"window_scores: triton takes head_dim in multiples of {LEAST_DEPTH}, got {size}; use xla")
+    check_columns("window_scores", size)
     cut = tiles(q, k, implementation.gpu)
-    of_head = lambda *shape: pl.BlockSpec((None, None, *shape), lambda i, h, b: (b, h, *[0] * len(shape)))
-    inputs = [of_head(), of_head(*q.shape[2:]), of_head(capacity, size)]
     call = partial(
         pl.pallas_call,
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=implementation.interpret,
     )
+    inputs = [of_head(), of_head(*q.shape[2:]), of_head(capacity, size)]
     wide = cut.chunks * (cut.rows if reduce == "probs" else cut.tokens)
     sums = call(
         partial(_sum, cut=cut, reduce=reduce),
         grid=(cut.parts * cut.chunks, heads, batch),
         in_specs=inputs,
-        out_specs=pl.BlockSpec((None, None, None, wide), lambda i, h, b: (b, h, i // cut.chunks, 0)),
+        out_specs=of_head(cut.parts, wide),
         out_shape=jax.ShapeDtypeStruct((batch, heads, cut.parts, wide), jnp.float32),
         name="window_sums",
     )(length, q, k)
@@ -117,10 +115,11 @@ def _sum(length_ref, q_ref, k_ref, sum_ref, *, cut: Tiles, reduce: str) -> None:
 
     def step(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         top, total = state
-        slot = i * cut.slots + jnp.arange(cut.slots, dtype=jnp.int32)
-        logits = _logits(queries, k_ref, i * cut.slots, stop, cut, group)
-        if reduce == "logits":
-            logits = _largest(logits, cut)
+        slot, keys = _keys(k_ref, i, stop, cut)
+        if reduce == "probs":
+            logits = _multiply(queries, keys, (cut.rows, cut.slots), k_ref)
+        else:
+            logits = _largest_logits(keys, queries, group, k_ref, cut).T
         logits = jnp.where(slot[None] <= last[:, None], logits, MASKED)
         new = jnp.maximum(top, jnp.max(logits, axis=1))
         return new, total * jnp.exp2(top - new) + jnp.sum(jnp.exp2(logits - new[:, None]), axis=1)
@@ -129,36 +128,40 @@ def _sum(length_ref, q_ref, k_ref, sum_ref, *, cut: Tiles, reduce: str) -> None:
     top, total = lax.fori_loop(*_steps(part, jnp.where(first > 0, stop, 0), cut), step, nothing)
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)) * LOG2_E, MASKED)
     real = (head < group) & (token < window)
-    plgpu.store(sum_ref.at[pl.ds(chunk * head.shape[0], head.shape[0])], jnp.where(real, lse, -MASKED))
+    plgpu.store(sum_ref.at[part, pl.ds(chunk * head.shape[0], head.shape[0])], jnp.where(real, lse, -MASKED))
 
 
 def _score(length_ref, q_ref, k_ref, sum_ref, score_ref, *, cut: Tiles, reduce: str, shift: float) -> None:
     """The scores of one part of the slots before the window."""
     (group, window, _), capacity = q_ref.shape, score_ref.shape[0]
     first = plgpu.load(length_ref.at[...]) - window
-    prepare = lambda chunk: (_queries(q_ref, chunk, cut), _join(sum_ref, chunk, cut))
+
+    def prepare(chunk: Array | int) -> tuple[Load, Array]:
+        return _queries(q_ref, chunk, cut), _join(sum_ref, chunk, cut)
+
     only = prepare(0) if cut.chunks == 1 else None
 
     def step(i: Array, _: None) -> None:
-        slot = i * cut.slots + jnp.arange(cut.slots, dtype=jnp.int32)
+        slot, keys = _keys(k_ref, i, first, cut)
 
         def add(chunk: Array | int, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             total, squares, pivot = state
             queries, lse = only or prepare(chunk)
-            logits = _logits(queries, k_ref, i * cut.slots, first, cut, group)
-            if reduce == "logits":
-                probs = jnp.exp2(_largest(logits, cut) - lse[:, None])
+            if reduce == "probs":
+                logits = _multiply(keys, queries, (cut.slots, cut.rows), k_ref)
+                probs = _largest(jnp.exp2(logits - lse[None]), cut)
             else:
-                probs = _largest(jnp.exp2(logits - lse[:, None]), cut)
+                probs = jnp.exp2(_largest_logits(keys, queries, group, k_ref, cut) - lse[None])
             if not shift:
-                return total + jnp.sum(probs, axis=0), squares, pivot
+                return total + jnp.sum(probs, axis=1), squares, pivot
             # Deviations from a value near the mean, since squares of probabilities would cancel out.
-            pivot = jnp.where(chunk == 0, jnp.sum(probs, axis=0) / min(window, cut.tokens), pivot)
+            pivot = jnp.where(chunk == 0, jnp.sum(probs, axis=1) / min(window, cut.tokens), pivot)
             real = _rows(cut, chunk, cut.tokens)[1] < window
-            deviation = jnp.where(real[:, None], probs - pivot[None], 0.0)
-            return total + jnp.sum(deviation, axis=0), squares + jnp.sum(deviation * deviation, axis=0), pivot
+            deviation = jnp.where(real[None], probs - pivot[:, None], 0.0)
+            return total + jnp.sum(deviation, axis=1), squares + jnp.sum(deviation * deviation, axis=1), pivot
 
-        state = (jnp.zeros(slot.shape, jnp.float32),) * 3
+        zero = jnp.zeros(slot.shape, jnp.float32)
+        state = (zero, zero, zero)
         total, squares, pivot = add(0, state) if only else lax.fori_loop(0, cut.chunks, add, state)
         score = pivot + total / window
         if shift:
@@ -170,7 +173,7 @@ def _score(length_ref, q_ref, k_ref, sum_ref, score_ref, *, cut: Tiles, reduce: 
 
 
 def _queries(q_ref, chunk: Array | int, cut: Tiles) -> Load:
-    """The queries of a chunk, for `_logits`."""
+    """The queries of a chunk."""
     head, token = (x[:, None] for x in _rows(cut, chunk, cut.rows))
     mask = ((head < q_ref.shape[0]) & (token < q_ref.shape[1])).reshape(cut.heads, cut.tokens, 1)
 
@@ -181,30 +184,36 @@ def _queries(q_ref, chunk: Array | int, cut: Tiles) -> Load:
     return hold(load, q_ref.shape[2], q_ref.dtype)
 
 
-def _logits(queries: Load, k_ref, start: Array, stop: Array, cut: Tiles, group: int) -> Array:
-    """Logits, for powers of 2, of queries and a tile of slots, of which those from `stop` on are not read."""
+def _keys(k_ref, i: Array, stop: Array, cut: Tiles) -> tuple[Array, Load]:
+    """The slots of a tile and their keys, of which those from `stop` on are not read."""
+    slot = i * cut.slots + jnp.arange(cut.slots, dtype=jnp.int32)
+    mask = (slot < stop)[:, None]
+    return slot, lambda columns: plgpu.load(k_ref.at[pl.ds(i * cut.slots, cut.slots), columns], mask=mask, other=0.0)
+
+
+def _multiply(left: Load, right: Load, shape: tuple[int, int], k_ref) -> Array:
+    """Logits for powers of 2."""
     size = k_ref.shape[1]
-    slot = start + jnp.arange(cut.slots, dtype=jnp.int32)
+    return product(left, right, jax.ShapeDtypeStruct(shape, k_ref.dtype), size) * (size**-0.5 * LOG2_E)
 
-    def load(columns: pl.Slice) -> Array:
-        return plgpu.load(k_ref.at[pl.ds(start, cut.slots), columns], mask=(slot < stop)[:, None], other=0.0)
 
-    of = jax.ShapeDtypeStruct((cut.rows, cut.slots), k_ref.dtype)
-    logits = product(queries, load, of, size) * (size**-0.5 * LOG2_E)
-    if cut.heads == group:
-        return logits
-    return logits + jnp.where(_rows(cut, 0, cut.rows)[0] < group, 0.0, MASKED)[:, None]
+def _largest_logits(keys: Load, queries: Load, group: int, k_ref, cut: Tiles) -> Array:
+    """The largest logit of each group `[slots, tokens]`."""
+    logits = _multiply(keys, queries, (cut.slots, cut.rows), k_ref)
+    if cut.heads > group:
+        logits += jnp.where(_rows(cut, 0, cut.rows)[0] < group, 0.0, MASKED)[None]
+    return _largest(logits, cut)
 
 
 def _largest(x: Array, cut: Tiles) -> Array:
-    """The largest of each group's heads."""
-    return jnp.max(x.reshape(cut.heads, cut.tokens, cut.slots), axis=0)
+    """The largest of each group's heads: `[slots, rows]` to `[slots, tokens]`."""
+    return jnp.max(x.reshape(cut.slots, cut.heads, cut.tokens), axis=1)
 
 
 def _join(sum_ref, chunk: Array | int, cut: Tiles) -> Array:
     """The sums of all parts for one chunk; those of padding are infinite, so that its probabilities vanish."""
     rows = sum_ref.shape[1] // cut.chunks
-    part = jnp.arange(_power_of_two(cut.parts), dtype=jnp.int32)
+    part = jnp.arange(power_of_two(cut.parts), dtype=jnp.int32)
     where = (pl.ds(0, part.size), pl.ds(chunk * rows, rows))
     sums = plgpu.load(sum_ref.at[where], mask=(part < cut.parts)[:, None], other=MASKED)
     top = jnp.max(sums, axis=0)
@@ -221,8 +230,3 @@ def _steps(part: Array, stop: Array, cut: Tiles) -> tuple[Array, Array]:
     """The steps of a part: its share of the row's own length, so that a short row is shared out as evenly."""
     count = pl.cdiv(jnp.maximum(stop, 0), cut.slots)
     return part * count // cut.parts, (part + 1) * count // cut.parts
-
-
-def _power_of_two(count: int) -> int:
-    """The least one that is not below `count`."""
-    return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Matrix products over the head dimension inside Triton kernels, whose blocks have sizes that are powers of two."""
+"""Blocks of arrays `[B, H, ...]` in Triton kernels, whose sizes are powers of two, and products of them."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,26 @@ LEAST_DEPTH = 16  # columns of the smallest product on tensor cores
 Load = Callable[[pl.Slice], Array]  # gives those columns of a block that a slice names
 
 
+def power_of_two(count: int) -> int:
+    """The least one that is not below `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def of_head(*shape: int) -> pl.BlockSpec:
+    """What the programs of one kv head see of an array `[B, H, *shape]`: all of it, on a grid (programs, H, B)."""
+    return pl.BlockSpec((None, None, *shape), lambda _, h, b: (b, h, *[0] * len(shape)))
+
+
+def check_columns(op: str, size: int) -> None:
+    """Raises ValueError for a head_dim that is no multiple of 16."""
+    if size % LEAST_DEPTH:
+        raise ValueError(f"{op}: triton takes head_dim in multiples of {LEAST_DEPTH}, got {size}; use xla")
+
+
 def split_columns(size: int) -> list[pl.Slice]:
     """The powers of two that `size` columns are made of, largest first: padding them would copy the cache."""
     widths = [1 << i for i in reversed(range(size.bit_length())) if size >> i & 1]
-    return [pl.ds(sum(widths[:i]), width) for i, width in enumerate(widths)]
+    return [pl.Slice(sum(widths[:i]), width) for i, width in enumerate(widths)]
 
 
 def is_whole(dtype: jnp.dtype) -> bool:
@@ -57,5 +73,5 @@ def product(left: Load, right: Load, of: jax.ShapeDtypeStruct, size: int) -> Arr
             total = add(columns, total)
         return total
     return lax.fori_loop(
-        0, size // LEAST_DEPTH, lambda i, total: add(pl.ds(i * LEAST_DEPTH, LEAST_DEPTH), total), total
+        0, size // LEAST_DEPTH, lambda i, total: add(pl.Slice(i * LEAST_DEPTH, LEAST_DEPTH), total), total
     )
