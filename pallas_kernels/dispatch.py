@@ -71,7 +71,7 @@ class Implementation:
 XLA = Implementation()
 
 
-def choose(name: str | None, device: jax.Device, dtype: str) -> Implementation:
+def choose(name: str | None, device: Any, dtype: str) -> Implementation:
     """The implementation for programs that run on `device`; without a name, the quickest one there.
 
     Raises:
@@ -82,13 +82,25 @@ def choose(name: str | None, device: jax.Device, dtype: str) -> Implementation:
         if chosen.name not in ("xla", "eager"):
             raise ValueError(f"implementation {name!r} needs an NVIDIA GPU, and jax finds {device.platform}; use xla")
         return replace(chosen, elsewhere=("xla",))
+    if name in ("mosaic", "cudnn") and dtype == "float32":
+        raise ValueError(f"implementation {name!r} takes half precision only; choose dtype bfloat16, or triton or xla")
     capability = round(float(device.compute_capability) * 10)
     shared_memory = SHARED_MEMORY.get(capability, SMALLEST_SHARED_MEMORY)
-    return Implementation(
-        name or "triton",  # pyright: ignore[reportArgumentType]
-        elsewhere=("triton", "xla") if dtype == "float32" else ("triton", "cudnn", "xla"),
-        gpu=Gpu(capability=capability, cores=device.core_count, shared_memory=shared_memory),
-    )
+    gpu = Gpu(capability=capability, cores=device.core_count, shared_memory=shared_memory)
+    elsewhere: tuple[Name, ...] = ("triton", "xla") if dtype == "float32" else ("triton", "cudnn", "xla")
+    if name is None and not _is_there("triton"):
+        return Implementation("xla", gpu=gpu)
+    chosen = Implementation(name or "triton", elsewhere=elsewhere, gpu=gpu)  # pyright: ignore[reportArgumentType]
+    for op in KERNELS:
+        find(op, chosen)  # refuses what this release of jax does not have
+    return chosen
+
+
+def _is_there(name: Name) -> bool:
+    try:
+        return all(find(op, Implementation(name)) for op, kernels in KERNELS.items() if name in kernels)
+    except ValueError:
+        return False
 
 
 def run(op: str, implementation: Implementation | str, *arrays: Any, **static: Any) -> Any:

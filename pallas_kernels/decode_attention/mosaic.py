@@ -13,9 +13,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_attention import Attended, NewToken, Notes
-from pallas_kernels.decode_attention.mosaic_part import Cache, Token, attend_part
+from pallas_kernels.decode_attention.mosaic_part import attend_part
 from pallas_kernels.decode_attention.mosaic_pipeline import plgpu
-from pallas_kernels.decode_attention.split import Partials, combine, pad_group, splits_for
+from pallas_kernels.decode_attention.split import Cache, Partials, Token, combine, pack, pad_group, splits_for
 from pallas_kernels.dispatch import Gpu, Implementation
 
 THREADS = 128
@@ -68,20 +68,15 @@ def decode_attention(
     check(q, k, cut)
     wanted = {"group": group, "logits": return_probs, "implementation": implementation}
     if new is None:
-        partials = attend_parts(pad_group(q.astype(k.dtype)), Cache(k, v), length, None, cut, **wanted)
+        cache = Cache(k, v)
+        partials = attend_parts(pad_group(q.astype(k.dtype)), cache, length, None, cut, **wanted)
     else:
-        # One array, so that XLA makes queries, key and value by one kernel.
-        rows = (q, new.k[:, :, None], new.v[:, :, None])
-        q = pad_group(jnp.concatenate([x.astype(k.dtype) for x in rows], axis=2))
-        cache = Cache(k, v, *((notes.pos, notes.window if notes.window.size else None) if notes else ()))
-        refs = jax.tree.map(jax.new_ref, cache)
+        refs = jax.tree.map(jax.new_ref, Cache.of(k, v, notes))
         token = Token(new.active.astype(jnp.int32), notes.place if notes else None)
-        partials = attend_parts(q, refs, length, token, cut, **wanted)
-        k, v, pos, window = jax.tree.map(jax.freeze, refs)
-        if notes is not None:
-            notes = Notes(notes.place, pos, notes.window if window is None else window)
+        partials = attend_parts(pad_group(pack(q, new).astype(k.dtype)), refs, length, token, cut, **wanted)
+        cache = jax.tree.map(jax.freeze, refs)
     out, probs = combine(partials, length, group=group)
-    return Attended(out.astype(v.dtype), probs, k, v, notes)
+    return cache.attended(out, probs, notes)
 
 
 def check(q: Array, k: Array, cut: Tiles) -> None:

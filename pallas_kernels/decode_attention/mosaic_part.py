@@ -15,22 +15,7 @@ from jax.experimental.pallas.mosaic_gpu import mma  # pyright: ignore[reportAttr
 
 from pallas_kernels.decode_attention.mosaic_pipeline import Pipeline, plgpu
 from pallas_kernels.decode_attention.reference import MASKED
-
-
-class Token(NamedTuple):
-    """Rows with a new token, 1 in int32 `[B]`, and its position, int32 `[B]`."""
-
-    active: Array
-    place: Array | None
-
-
-class Cache(NamedTuple):
-    """What is attended to and what a new token is written to: `NewToken` and `Notes` tell the shapes."""
-
-    k: Any
-    v: Any
-    pos: Any = None
-    window: Any = None
+from pallas_kernels.decode_attention.split import Cache
 
 
 class Softmax(NamedTuple):

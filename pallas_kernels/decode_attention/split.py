@@ -1,12 +1,13 @@
 """What the decode kernels share: the number of parts a cache is split into, and putting the parts together again."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.decode_attention import Attended, NewToken, Notes
 from pallas_kernels.decode_attention.reference import MASKED
 from pallas_kernels.dispatch import Gpu
 
@@ -28,6 +29,43 @@ class Partials(NamedTuple):
     out: Array
     lse: Array
     logits: Array | None
+
+
+class Token(NamedTuple):
+    """Which rows have a new token, bool `[B]`, and its position in the text, int32 `[B]`."""
+
+    active: Any
+    place: Any
+
+
+class Cache(NamedTuple):
+    """What is attended to and a new token written to, as arrays or references: `NewToken` and `Notes` tell the shapes.
+
+    A window of no tokens is None.
+    """
+
+    k: Any
+    v: Any
+    pos: Any = None
+    window: Any = None
+
+    @classmethod
+    def of(cls, k: Array, v: Array, notes: Notes | None) -> "Cache":
+        """The arrays that an operation is given."""
+        if notes is None:
+            return cls(k, v)
+        return cls(k, v, notes.pos, notes.window if notes.window.size else None)
+
+    def attended(self, out: Array, probs: Array | None, notes: Notes | None) -> Attended:
+        """What the operation returns; `notes` is what it was given."""
+        if notes is not None and self.pos is not None:
+            notes = Notes(notes.place, self.pos, notes.window if self.window is None else self.window)
+        return Attended(out.astype(self.v.dtype), probs, self.k, self.v, notes)
+
+
+def pack(q: Array, new: NewToken) -> Array:
+    """Queries, key and value of a token as `[B, H, G + 2, D]`: one array, which XLA makes by one kernel."""
+    return jnp.concatenate([x.astype(q.dtype) for x in (q, new.k[:, :, None], new.v[:, :, None])], axis=2)
 
 
 def padded(size: int) -> int:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.decode_attention import Attended, NewToken, Notes
 from pallas_kernels.decode_attention.reference import MASKED
-from pallas_kernels.decode_attention.split import Partials, combine, padded, splits_for
+from pallas_kernels.decode_attention.split import Cache, Partials, Token, combine, pack, padded, splits_for
 from pallas_kernels.dispatch import Gpu, Implementation
 
 
@@ -56,10 +56,7 @@ def decode_attention(
     """One kernel; a second one combines the parts if there are several, and a last one makes probabilities."""
     group, cache, token = q.shape[2], Cache(k, v), None
     if new is not None:
-        # One array, so that XLA makes queries, key and value by one kernel.
-        q = jnp.concatenate([q, new.k[:, :, None].astype(q.dtype), new.v[:, :, None].astype(q.dtype)], axis=2)
-        token = Token(new.active, notes.place if notes else None)
-        cache = Cache(k, v, *((notes.pos, notes.window if notes.window.size else None) if notes else ()))
+        q, cache, token = pack(q, new), Cache.of(k, v, notes), Token(new.active, notes.place if notes else None)
     partials, cache = attend_parts(
         q.astype(k.dtype),
         cache,
@@ -71,25 +68,7 @@ def decode_attention(
         interpret=implementation.interpret,
     )
     out, probs = combine(partials, length, group=group)
-    if notes is not None and cache.pos is not None:
-        notes = Notes(notes.place, cache.pos, notes.window if cache.window is None else cache.window)
-    return Attended(out.astype(v.dtype), probs, cache.k, cache.v, notes)
-
-
-class Token(NamedTuple):
-    """Rows with a new token, bool `[B]`, and its position, int32 `[B]`."""
-
-    active: Array
-    place: Array | None
-
-
-class Cache(NamedTuple):
-    """What a new token is written to: `NewToken` and `Notes` tell the shapes."""
-
-    k: Array
-    v: Array
-    pos: Array | None = None
-    window: Array | None = None
+    return cache.attended(out, probs, notes)
 
 
 def attend_parts(

@@ -41,11 +41,13 @@ class Tiles(NamedTuple):
 
 
 def tiles(k: jax.ShapeDtypeStruct | Array, gpu: Gpu) -> Tiles:
-    """The more rows, the fewer times all keys are read; but enough programs, and 32 products a thread at most."""
-    batch, heads, capacity, _ = k.shape
+    """The more rows, the fewer times all keys are read; but there must be enough programs, and room for the tiles."""
+    batch, heads, capacity, size = k.shape
+    stages, room = Tiles._field_defaults["stages"], gpu.shared_memory // (size * k.dtype.itemsize)
     exact = k.dtype == jnp.float32  # and off the tensor cores
-    slots = 32 if exact else 64
-    rows = 64 if exact or batch * heads * capacity < 128 * gpu.cores else 128
+    slots = 32 if exact or 128 + stages * 64 > room else 64
+    few = batch * heads * capacity < 128 * gpu.cores
+    rows = 64 if exact or few or 128 + stages * slots > room else 128
     return Tiles(rows, slots, min(MOST_PARTS, splits_for(batch * heads, capacity, slots, gpu)))
 
 
