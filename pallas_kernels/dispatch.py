@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-import jax
 
 Name = Literal["xla", "triton", "mosaic", "cudnn", "eager"]
 

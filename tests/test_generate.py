@@ -64,9 +64,9 @@ class Ran:
 def main(monkeypatch, capsys, loaded):
     """Runs the command; models are loaded and compiled once."""
 
-    def load(checkpoint: weights.Checkpoint, dtype: str | None = None) -> jkv.LLM:
-        key = checkpoint.path, dtype
-        loaded[key] = loaded.get(key) or jkv.load(checkpoint, dtype=dtype)
+    def load(checkpoint: weights.Checkpoint, **options: Any) -> jkv.LLM:
+        key = checkpoint.path, *options.values()
+        loaded[key] = loaded.get(key) or jkv.load(checkpoint, **options)
         return loaded[key]
 
     def main(*arguments: Any, stdin: str = "") -> Ran:
@@ -453,6 +453,10 @@ class Oldest(Evict):
         ("--policy gkv:alpha=2", "alpha is 2.0; it must be between 0 and 1"),
         ("--policy none.py:Mine", "policy file none.py does not exist"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("--implementation cuda", "argument --implementation: invalid choice: 'cuda'"),
+        ("--implementation triton", "implementation 'triton' needs an NVIDIA GPU, and jax finds cpu; use xla"),
+        ("--policy full:attention=flash", "implementation 'cudnn' needs an NVIDIA GPU"),
+        ("--policy full:attention=fast", "attention is 'fast'; it must be auto or eager or flash or splitk"),
         ("--samples 0", "--samples 0 and --batch-size 8 must be at least 1"),
         ("--batch-size 0", "--batch-size 0 must be at least 1"),
         ("--template-arg x", "--template-arg 'x' must be NAME=VALUE"),

@@ -174,12 +174,13 @@ def _score(length_ref, q_ref, k_ref, sum_ref, score_ref, *, cut: Tiles, reduce: 
 
 def _queries(q_ref, chunk: Array | int, cut: Tiles) -> Load:
     """The queries of a chunk."""
-    head, token = (x[:, None] for x in _rows(cut, chunk, cut.rows))
-    mask = ((head < q_ref.shape[0]) & (token < q_ref.shape[1])).reshape(cut.heads, cut.tokens, 1)
+    head, token = _rows(cut, chunk, cut.rows)
+    mask = ((head < q_ref.shape[0]) & (token < q_ref.shape[1]))[:, None]
 
     def load(columns: pl.Slice) -> Array:
-        where = (pl.ds(0, cut.heads), pl.ds(chunk * cut.tokens, cut.tokens), columns)
-        return plgpu.load(q_ref.at[where], mask=mask, other=0.0).reshape(cut.rows, columns.size)
+        column = columns.start + jnp.arange(columns.size, dtype=jnp.int32)
+        where = jnp.broadcast_arrays(head[:, None], token[:, None], column[None])
+        return plgpu.load(q_ref.at[tuple(where)], mask=mask, other=0.0)
 
     return hold(load, q_ref.shape[2], q_ref.dtype)
 
@@ -213,9 +214,9 @@ def _largest(x: Array, cut: Tiles) -> Array:
 def _join(sum_ref, chunk: Array | int, cut: Tiles) -> Array:
     """The sums of all parts for one chunk; those of padding are infinite, so that its probabilities vanish."""
     rows = sum_ref.shape[1] // cut.chunks
-    part = jnp.arange(power_of_two(cut.parts), dtype=jnp.int32)
-    where = (pl.ds(0, part.size), pl.ds(chunk * rows, rows))
-    sums = plgpu.load(sum_ref.at[where], mask=(part < cut.parts)[:, None], other=MASKED)
+    part = jnp.arange(power_of_two(cut.parts), dtype=jnp.int32)[:, None]
+    where = jnp.broadcast_arrays(part, chunk * rows + jnp.arange(rows, dtype=jnp.int32)[None])
+    sums = plgpu.load(sum_ref.at[tuple(where)], mask=part < cut.parts, other=MASKED)
     top = jnp.max(sums, axis=0)
     return top + jnp.log(jnp.sum(jnp.exp2(sums - top[None]), axis=0)) * LOG2_E
 
