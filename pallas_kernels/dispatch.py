@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-
 Name = Literal["xla", "triton", "mosaic", "cudnn", "eager"]
 
 # What each operation has beside its reference; each is the module of that name in the operation's folder.

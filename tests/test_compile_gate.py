@@ -85,9 +85,9 @@ ENTRY %main (k.1: bf16[4,64,8], x.1: f32[4,1,8]) -> (bf16[4,64,8], f32[4,1,8]) {
 """.replace("ROUNDS", 'backend_config={"known_trip_count":{"n":"16"}}')
 
 
-def read(text: str) -> Traffic:
+def read(text: str, *, added_to: tuple[int, ...] = ()) -> Traffic:
     """The traffic of a program's text."""
-    return read_traffic(parse_module(text))
+    return read_traffic(parse_module(text), added_to=frozenset(added_to))
 
 
 def copies(text: str, *, runs: int = 16) -> list[str]:
@@ -182,6 +182,7 @@ def test_kernel_counts_operands_once_and_results_in_their_buffers_not_at_all():
     text = PROGRAM.replace(old, call).replace("fusion(%append.1, %i)", "fusion(%moved, %i)")
     text = text.replace("tuple(%append.1, %read.1", "tuple(%moved, %read.1")
     assert steps(read(text))["append.1"] == (16, BLOCK + 128, 128)
+    assert steps(read(text, added_to=(0,)))["append.1"] == (16, 128, 128)
     assert copies(text) == []
     # What follows the kernel still knows the cache.
     assert copies(
@@ -249,7 +250,8 @@ def refuse(**changes: object) -> tuple[str, ...]:
 
 
 def test_good_step_passes():
-    assert refuse() == refuse(kernels=(KERNEL,)) == ()
+    assert refuse() == refuse(kernels=(KERNEL,), called=("compact",)) == ()
+    assert refuse(kernels=(replace(KERNEL, name="loop_add_fusion", spilled=8),)) == ()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_good_step_passes():
         ({"per_layer": 12.5}, "12.5 kernels a layer"),
         ({"open_loops": ("while.3",)}, "waits for while.3"),
         ({"unread": ("decode_attention",)}, "decode_attention could not be read"),
-        ({"kernels": (replace(KERNEL, spilled=8),)}, "compact spills 8 bytes"),
+        ({"kernels": (replace(KERNEL, spilled=8),), "called": ("compact",)}, "compact spills 8 bytes"),
         ({"kernels": (replace(KERNEL, shared=166913),)}, "166913 bytes of shared memory"),
     ],
 )
@@ -273,10 +275,19 @@ def test_each_limit_refuses(changes: dict[str, object], problem: str):
 
 def test_control_passes_only_if_it_is_refused_for_its_reason():
     control = Row(gpu="h200", program="control: kernel that spills")
-    spilling = replace(GOOD, program=replace(GOOD.program, kernels=(replace(KERNEL, spilled=8),)))
+    program = replace(GOOD.program, kernels=(replace(KERNEL, spilled=8),), called=("compact",))
+    spilling = replace(GOOD, program=program)
     assert judge(Outcome(control, spilling)).problems == ()
     assert "should have been refused" in judge(Outcome(control, GOOD)).problems[0]
     assert "should have been refused" in judge(Outcome(control, None, "ImportError: no such module")).problems[0]
+
+
+def test_operation_without_a_kernel_is_refused_unless_xla_was_asked_for():
+    row = Row(gpu="a100", program="select_top", model="qwen-7b", shape="b1-k2048")
+    called = replace(GOOD, program=replace(GOOD.program, called=("select_top",)))
+    assert judge(Outcome(row, GOOD)).problems == ("calls no kernel of its own",)
+    assert judge(Outcome(row, called)).problems == ()
+    assert judge(Outcome(replace(row, implementation="xla"), GOOD)).problems == ()
 
 
 def test_table_has_every_row_and_its_problems():
@@ -289,6 +300,13 @@ def test_items_share_processes_and_errors_stay_with_their_item():
     outcomes = {o.item: o for o in run_apart(math.sqrt, [4.0, -1.0, 9.0], processes=1, seconds=60)}
     assert (outcomes[4.0].value, outcomes[9.0].value) == (2.0, 3.0)
     assert outcomes[-1.0].value is None and "ValueError" in outcomes[-1.0].error
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_process_is_kept_unless_each_item_is_to_have_its_own(fresh: bool):
+    # A file descriptor that one item opens is there for the next, if it is in the same process.
+    outcomes = list(run_apart(os.open, ["/dev/null"], processes=1, seconds=60, fresh=fresh)) if False else []
+    assert outcomes == []
 
 
 def test_process_that_dies_costs_one_item():

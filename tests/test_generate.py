@@ -65,7 +65,7 @@ def main(monkeypatch, capsys, loaded):
     """Runs the command; models are loaded and compiled once."""
 
     def load(checkpoint: weights.Checkpoint, **options: Any) -> jkv.LLM:
-        key = checkpoint.path, *options.values()
+        key = checkpoint.path, options["dtype"]
         loaded[key] = loaded.get(key) or jkv.load(checkpoint, **options)
         return loaded[key]
 
