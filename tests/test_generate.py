@@ -65,7 +65,7 @@ def main(monkeypatch, capsys, loaded):
     """Runs the command; models are loaded and compiled once."""
 
     def load(checkpoint: weights.Checkpoint, **options: Any) -> jkv.LLM:
-        key = checkpoint.path, options["dtype"]
+        key = checkpoint.path, options["dtype"], options["implementation"]
         loaded[key] = loaded.get(key) or jkv.load(checkpoint, **options)
         return loaded[key]
 
@@ -91,7 +91,7 @@ def run(main, folder):
 @pytest.fixture
 def llm(folder, loaded, run):
     run("-p", TEXT)
-    return loaded[folder, None]
+    return loaded[folder, None, None]
 
 
 @pytest.fixture

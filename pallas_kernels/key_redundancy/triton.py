@@ -41,13 +41,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(k: jax.ShapeDtypeStruct | Array, gpu: Gpu) -> Tiles:
-    """The more rows, the fewer times all keys are read; but there must be enough programs, and room for the tiles."""
+    """The more rows, the fewer times all keys are read, if there is room for them beside three stages of keys."""
     batch, heads, capacity, size = k.shape
-    stages, room = Tiles._field_defaults["stages"], gpu.shared_memory // (size * k.dtype.itemsize)
     exact = k.dtype == jnp.float32  # and off the tensor cores
+    stages, room = Tiles._field_defaults["stages"], gpu.shared_memory // (size * k.dtype.itemsize)
     slots = 32 if exact or 128 + stages * 64 > room else 64
-    few = batch * heads * capacity < 128 * gpu.cores
-    rows = 64 if exact or few or 128 + stages * slots > room else 128
+    rows = 64 if exact or 128 + stages * slots > room else 128
     return Tiles(rows, slots, min(MOST_PARTS, splits_for(batch * heads, capacity, slots, gpu)))
 
 
