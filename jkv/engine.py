@@ -190,7 +190,7 @@ class Engine:
         Returns:
             The residual, the layer's store, and, from the last layer, the batch and its first tokens.
         """
-        model = join(replace(self.config, num_layers=1), weights)
+        model = join(replace(self.config, num_layers=1), weights, self.spec.implementation)
         x = jnp.where(place[0], model.embed(tokens), x)
         cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
         x, prompt = read_prompt(
@@ -226,7 +226,7 @@ class Engine:
             request: seed and eos ids.
             steps: tokens to decode; static.
         """
-        model = join(self.config, weights)
+        model = join(self.config, weights, self.spec.implementation)
         nothing = self._draw_nothing((steps, state.token.shape[0]), model.config.vocab_size)
 
         def step(state: State, _: None) -> tuple[State, Drawn]:

@@ -9,6 +9,7 @@ from pallas_kernels.decode_attention import Attended, NewToken, Notes, decode_at
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.key_redundancy import key_redundancy
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.select_top import select_top
 from pallas_kernels.window_scores import window_scores
 
@@ -21,6 +22,7 @@ __all__ = [
     "decode_attention",
     "key_redundancy",
     "prefill_attention",
+    "rms_norm",
     "select_top",
     "window_scores",
 ]

@@ -20,6 +20,7 @@ KERNELS: dict[str, tuple[Name, ...]] = {
     "key_redundancy": ("triton",),
     "select_top": ("triton",),
     "compact": ("triton",),
+    "rms_norm": ("triton",),
 }
 
 

@@ -12,12 +12,13 @@ NEW = 9  # two compactions after the prompt's
 KERNELS = Implementation("triton", elsewhere=("xla",), interpret=True)
 
 
-@pytest.mark.parametrize("name", names())
-def test_kernels_keep_and_read_what_their_references_do(name):
+# A batch, and one row alone, which has kernels of its own.
+@pytest.mark.parametrize(("name", "lengths"), [*((name, LENGTHS) for name in names()), ("snapkv", LENGTHS[1:2])])
+def test_kernels_keep_and_read_what_their_references_do(name, lengths):
     kind = "qwen2-3"  # a group that is no power of two
     changes = {"interval": 4}
     expected, found = (
-        run(model_of(kind), small(name, **changes), prompts(*LENGTHS), NEW, **options)
+        run(model_of(kind), small(name, **changes), prompts(*lengths), NEW, **options)
         for options in ({}, {"implementation": KERNELS})
     )
     assert found.tokens.tolist() == expected.tokens.tolist()

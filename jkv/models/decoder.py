@@ -16,6 +16,8 @@ from jax import Array
 
 from jkv.config import ModelConfig
 from jkv.models import rope
+from pallas_kernels import rms_norm
+from pallas_kernels.dispatch import XLA, Implementation
 
 
 class Heads(NamedTuple):
@@ -47,35 +49,29 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 (https://arxiv.org/abs/1910.07467)."""
+    """Root-mean-square norm over the last axis."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype):
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype, implementation: Implementation):
         self.scale = nnx.Param(jax.ShapeDtypeStruct((size,), dtype))
-        self.eps = eps
+        self.eps, self.implementation = eps, implementation
 
     def __call__(self, x: Array) -> Array:
-        return rms_norm(x, self.scale[...], self.eps)
-
-
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Norms the last axis of `x`; the axes of `scale` are its last ones."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+        return rms_norm(x, self.scale[...], eps=self.eps, implementation=self.implementation)
 
 
 class Layer(nnx.Module):
     """One decoder layer, without the attention itself."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, implementation: Implementation):
         c, self.config = config, config
+        norm = functools.partial(RMSNorm, eps=c.norm_eps, dtype=dtype, implementation=implementation)
         inner = c.num_heads * c.head_dim
-        self.attention_norm = RMSNorm(c.hidden_size, eps=c.norm_eps, dtype=dtype)
+        self.attention_norm = norm(c.hidden_size)
         self.qkv = Linear(c.hidden_size, inner + 2 * c.num_kv_heads * c.head_dim, bias=c.qkv_bias, dtype=dtype)
-        self.q_norm = RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
+        self.q_norm = norm(c.head_dim) if c.qk_norm else None
+        self.k_norm = norm(c.head_dim) if c.qk_norm else None
         self.out = Linear(inner, c.hidden_size, bias=c.out_bias, dtype=dtype)
-        self.mlp_norm = RMSNorm(c.hidden_size, eps=c.norm_eps, dtype=dtype)
+        self.mlp_norm = norm(c.hidden_size)
         self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, bias=c.mlp_bias, dtype=dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, bias=c.mlp_bias, dtype=dtype)
 
@@ -88,7 +84,7 @@ class Layer(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             is_query = jnp.arange(qk.shape[-2], dtype=jnp.int32)[:, None] < c.num_heads
             scale = jnp.where(is_query, self.q_norm.scale[...][None], self.k_norm.scale[...][None])
-            qk = rms_norm(qk, scale, c.norm_eps)
+            qk = rms_norm(qk, scale, eps=c.norm_eps)
         rotated = rope.rotate(qk, cos[..., None, :], sin[..., None, :])
         q, k = jnp.split(rotated, [c.num_heads], axis=-2)
         q = q.reshape(*k.shape[:-1], c.group, c.head_dim)
@@ -107,12 +103,14 @@ class Decoder(nnx.Module):
     A new decoder has shapes for parameters; `weights.load_parameters` and `weights.random_parameters` fill them.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: str = "float32"):
+    def __init__(self, config: ModelConfig, *, dtype: str = "float32", implementation: Implementation = XLA):
         kind = jnp.dtype(dtype)
         self.config = config
         self.embedding = nnx.Param(jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), kind))
-        self.layers = nnx.List([Layer(config, dtype=kind) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=kind)
+        self.layers = nnx.List(
+            [Layer(config, dtype=kind, implementation=implementation) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=kind, implementation=implementation)
         self.head = (
             None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=kind)
         )
@@ -127,14 +125,14 @@ class Decoder(nnx.Module):
         return jnp.einsum("...e,ve->...v", self.norm(x), kernel, preferred_element_type=jnp.float32)
 
 
-def join(config: ModelConfig, weights: nnx.State) -> Decoder:
-    """The decoder of these sizes and parameters. Its structure follows from `config`, and is too slow to hash."""
-    return nnx.merge(_graph(config), weights)
+def join(config: ModelConfig, weights: nnx.State, implementation: Implementation = XLA) -> Decoder:
+    """The decoder of these sizes and parameters. Its structure follows from the config, and is too slow to hash."""
+    return nnx.merge(_graph(config, implementation), weights)
 
 
 @functools.lru_cache
-def _graph(config: ModelConfig) -> nnx.GraphDef[Decoder]:
-    return nnx.split(Decoder(config))[0]
+def _graph(config: ModelConfig, implementation: Implementation) -> nnx.GraphDef[Decoder]:
+    return nnx.split(Decoder(config, implementation=implementation))[0]
 
 
 def single_layer(weights: nnx.State, index: int) -> nnx.State:
