@@ -258,8 +258,12 @@ class Engine:
             attended = attend(heads.q, view, return_probs=policy.needs_probs)
             if view.notes is not None:
                 store = settled(store, attended.k, attended.v, attended.notes)
-            stores.append(policy.observe(store, token, attended.probs))
-            x = layer.finish(x, attended.out)
+            store, out = policy.observe(store, token, attended.probs), attended.out
+            if policy.needs_probs:
+                # Or XLA would keep the probabilities of all layers until the end of the step.
+                store, out = lax.optimization_barrier((store, out))
+            stores.append(store)
+            x = layer.finish(x, out)
         return replace(state, stores=tuple(stores), shared=shared), model.logits(x)
 
     def _draw(self, state: State, logits: Array, request: Request) -> tuple[State, Drawn]:

@@ -1,12 +1,14 @@
 """From logits to token ids: pure functions, all arithmetic in float32.
 
 The warpers follow transformers (a removed entry becomes -inf, at least one always survives) and need no model.
-Top-p finds its cut by bisecting over float32 bit patterns, because sorting a vocabulary at every step costs about
-ten times as much on a CPU; equal probabilities at the cut are kept lowest index first, on every backend.
+Top-p finds its cut by a search over float32 bit patterns, four bits at a time, because sorting a vocabulary at every
+step costs about ten times as much on a CPU; equal probabilities at the cut are kept lowest index first, on every
+backend.
 """
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +19,7 @@ from jax.typing import ArrayLike
 _TINY = float(np.finfo(np.float32).tiny)  # smallest float32 that XLA does not flush to zero
 _SUM_ERROR = 1 + 1e-6  # float32 noise: 0.15 + 0.05 must not exceed the 0.2 that a top_p of 0.8 leaves out
 _ONE_AS_BITS = 0x3F800000  # the float32 1.0 as an integer; non-negative floats order as their bits do
-_BISECTIONS = 30  # 2**30 > _ONE_AS_BITS + 1
+_WAYS = 16  # parts that one pass over the vocabulary cuts the range of bit patterns into
 
 
 def temperature(logits: ArrayLike, t: float) -> jax.Array:
@@ -42,8 +44,9 @@ def top_p(logits: ArrayLike, p: float) -> jax.Array:
     logits = _to_float32(logits)
     if p >= 1:
         return logits
-    probs = jax.nn.softmax(logits, axis=-1)
-    return _keep(logits, _find_nucleus(probs, jnp.float32((1 - p) * _SUM_ERROR)))
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    rest = jnp.float32((1 - p) * _SUM_ERROR) * jnp.sum(weights, axis=-1, keepdims=True)
+    return _keep(logits, _find_nucleus(weights, rest))
 
 
 def min_p(logits: ArrayLike, p: float) -> jax.Array:
@@ -174,26 +177,34 @@ def _keep(logits: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _find_nucleus(probs: jax.Array, rest: jax.Array) -> jax.Array:
-    """Mask `[..., V]` of probabilities that, added to all smaller ones, exceed `rest`; the largest is always in it."""
+def _find_nucleus(weights: jax.Array, rest: jax.Array) -> jax.Array:
+    """Mask `[..., V]` of weights, 0 to 1, that together with all smaller ones exceed `rest` `[..., 1]`.
 
-    def exceeds(cut: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(probs <= cut, probs, 0), axis=-1, keepdims=True) > rest
+    The largest is always in it.
+    """
+    low, span = jnp.full(rest.shape, -1, jnp.int32), _ONE_AS_BITS + 1
+    while span > 1:  # the cut is after `low`, at most `span` patterns away
+        span = -(-span // _WAYS)
+        patterns = [low + span * i for i in range(1, _WAYS)]
+        masses = _masses(weights, [jax.lax.bitcast_convert_type(x, jnp.float32) for x in patterns])
+        low = low + span * sum((mass <= rest).astype(jnp.int32) for mass in masses)
+    cut = jax.lax.bitcast_convert_type(low + 1, jnp.float32)
+    below = jnp.sum(jnp.where(weights < cut, weights, 0), axis=-1, keepdims=True)
+    ties = weights == cut
+    ties_from_here = jax.lax.cumsum(ties.astype(jnp.float32), axis=weights.ndim - 1, reverse=True)
+    largest = jax.nn.one_hot(jnp.argmax(weights, axis=-1), weights.shape[-1], dtype=bool)
+    return (weights > cut) | (ties & (below + cut * ties_from_here > rest)) | largest
 
-    def bisect(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low + high) // 2
-        enough = exceeds(jax.lax.bitcast_convert_type(middle, jnp.float32))
-        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
-    row = (*probs.shape[:-1], 1)
-    bounds = jnp.full(row, -1, jnp.int32), jnp.full(row, _ONE_AS_BITS, jnp.int32)
-    cut = jax.lax.bitcast_convert_type(jax.lax.fori_loop(0, _BISECTIONS, bisect, bounds)[1], jnp.float32)
-    below = jnp.sum(jnp.where(probs < cut, probs, 0), axis=-1, keepdims=True)
-    ties = probs == cut
-    ties_from_here = jax.lax.cumsum(ties.astype(jnp.float32), axis=probs.ndim - 1, reverse=True)
-    largest = jax.nn.one_hot(jnp.argmax(probs, axis=-1), probs.shape[-1], dtype=bool)
-    return (probs > cut) | (ties & (below + cut * ties_from_here > rest)) | largest
+def _masses(weights: jax.Array, cuts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sum of the weights up to each cut, `[..., 1]`; one reduction, so that the weights are read once."""
+    parts = [jnp.where(weights <= cut, weights, 0) for cut in cuts]
+
+    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return [x + y for x, y in zip(a, b, strict=True)]
+
+    sums = jax.lax.reduce(parts, [jnp.float32(0)] * len(parts), add, (weights.ndim - 1,))
+    return [x[..., None] for x in sums]
 
 
 def _check(name: str, value, accepts, wanted: str) -> None:

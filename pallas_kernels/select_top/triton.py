@@ -121,7 +121,7 @@ def _search(score_ref: Any, count: Array, cut: Tiles) -> Picks:
         return jnp.minimum(part, width - part * steps.astype(jnp.uint32)), low + step * steps, reached, above
 
     # The interval has `width` keys from `low` on; `reached` of the row's keys are in or over it, `above` over it.
-    reached = jnp.where(count > 0, capacity, 0)  # all or nothing needs no pass
+    reached = (count > 0).astype(jnp.int32) * capacity  # all or nothing needs no pass
     start = (jnp.uint32(INFINITE - LEAST + 1), jnp.int32(LEAST), reached, jnp.int32(0))
     width, low, _, above = lax.while_loop(is_open, narrow, start)
     return Picks(low, low + (width.astype(jnp.int32) - 1), above)
