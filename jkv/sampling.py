@@ -1,7 +1,7 @@
 """From logits to token ids: pure functions, all arithmetic in float32.
 
 The warpers follow transformers (a removed entry becomes -inf, at least one always survives) and need no model.
-Top-p finds its cut by a search over float32 bit patterns, four bits at a time, because sorting a vocabulary at every
+Top-p finds its cut by a search over float32 bit patterns, three bits at a time, because sorting a vocabulary at every
 step costs about ten times as much on a CPU; equal probabilities at the cut are kept lowest index first, on every
 backend.
 """
@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 _TINY = float(np.finfo(np.float32).tiny)  # smallest float32 that XLA does not flush to zero
 _SUM_ERROR = 1 + 1e-6  # float32 noise: 0.15 + 0.05 must not exceed the 0.2 that a top_p of 0.8 leaves out
 _ONE_AS_BITS = 0x3F800000  # the float32 1.0 as an integer; non-negative floats order as their bits do
-_WAYS = 16  # parts that one pass over the vocabulary cuts the range of bit patterns into
+_WAYS = 8  # parts that one pass over the vocabulary cuts the range of bit patterns into
 
 
 def temperature(logits: ArrayLike, t: float) -> jax.Array:

@@ -1,6 +1,7 @@
 """The compile gate: reading compiled programs, its limits, and that it refuses what it must."""
 
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench import compile_gate
 from bench.apart import Outcome, run_apart
 from bench.compile_gate import MIB, format_markdown, judge
 from bench.compiled import Compiled, argument_names
@@ -195,7 +197,7 @@ def test_kernel_counts_operands_once_and_results_in_their_buffers_not_at_all():
 def test_programs_of_this_jax_are_read():
     """Whatever the release, a matrix product is counted, and an update is in place or a copy."""
     x, w = jnp.zeros((8, 256)), jnp.zeros((256, 512))
-    module = parse_module(jax.jit(jnp.matmul).lower(x, w).compile().as_text())
+    module = parse_module(jax.jit(jnp.matmul).lower(x, w).compile().as_text() or "")
     least = 4 * (8 * 256 + 256 * 512 + 8 * 512)
     assert least <= read_traffic(module).nbytes < 2 * least
 
@@ -203,7 +205,7 @@ def test_programs_of_this_jax_are_read():
         return cache.at[i].set(1.0)
 
     for donate, copied in ((), ["cache"]), ((0,), []):
-        text = jax.jit(update, donate_argnums=donate).lower(w, jnp.int32(3)).compile().as_text()
+        text = jax.jit(update, donate_argnums=donate).lower(w, jnp.int32(3)).compile().as_text() or ""
         assert copies(text, runs=1) == copied
 
 
@@ -294,6 +296,18 @@ def test_table_has_every_row_and_its_problems():
     table = format_markdown([judge(Outcome(DECODE, GOOD)), judge(Outcome(DECODE, None, "its process died"))])
     assert table.count("| decode | qwen-7b | full | b16-full16k |") == 2
     assert "| 12 | 1.100 |" in table and "its process died" in table
+
+
+def test_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compile_gate, "RESULTS", tmp_path)
+    program = replace(GOOD.program, kernels=(KERNEL, replace(KERNEL, name="loop_add_fusion")), called=("compact",))
+    outcomes = Outcome(DECODE, replace(GOOD, program=program)), Outcome(DECODE, None, "its process died")
+    compile_gate.write_results([judge(outcome) for outcome in outcomes], ["--quick"])
+    good, bad = json.loads((tmp_path / "compile_gate.json").read_text())["rows"]
+    assert (good["program"], good["temp"], good["ratio"], good["problems"]) == ("decode", 100 * MIB, 1.1, [])
+    assert [kernel["name"] for kernel in good["kernels"]] == ["compact"]
+    assert bad["problems"] == ["its process died"]
+    assert "2 rows, 1 refused" in (tmp_path / "compile_gate.md").read_text()
 
 
 def test_errors_stay_with_their_item():

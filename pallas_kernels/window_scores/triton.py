@@ -52,7 +52,7 @@ def tiles(q: jax.ShapeDtypeStruct | Array, k: jax.ShapeDtypeStruct | Array, gpu:
     """All queries at once if a thread can hold 64 of their logits and they fit beside three stages of keys."""
     batch, heads, group, window, size = q.shape
     stages, itemsize = Tiles._field_defaults["stages"], k.dtype.itemsize
-    slots, most = (64, 256) if itemsize < 4 else (16, 64)
+    slots, most = (64, 256) if itemsize < 4 else (16, 32)
     room = gpu.shared_memory * 9 // 10 // (size * itemsize)
     group = power_of_two(group)
     rows = max(group * power_of_two(window), LEAST_DEPTH)
