@@ -47,6 +47,12 @@ def shorten(command: str) -> list[str]:
         del words[at : at + 2]
     if words[2] == "jkv.generate":
         words += ["--max-new-tokens", "4"]
+    if words[2] == "bench.compile_gate":
+        if find_spec("jax_plugins") is None or find_spec("jax_plugins.xla_cuda13") is None:
+            pytest.skip("needs the gate extra: pip install -e '.[gate]'")
+        words += ["--only", "a100 select_top llama-8b b1-k2048"]
+    if words[2] == "bench.gpu_check":
+        words += ["--toy", "--out", "."]
     return [sys.executable, *words[1:]]
 
 
@@ -58,7 +64,8 @@ def parts(kind: str) -> list[str]:
 @needs_model
 @pytest.mark.parametrize("command", [part for part in parts("python -m") if "pytest" not in part])
 def test_command(command: str, folder: Path) -> None:
-    printed = run(shorten(command), folder)
+    words = shorten(command)
+    printed = run(words, ROOT if "bench." in words[2] else folder)
     if command.startswith("python -m jkv") and "--output" not in command:
         assert printed.strip()
     if "--output" in command:

@@ -1,0 +1,130 @@
+"""What a row of the compile gate takes on its GPU."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from bench.compiled import ADDED_TO, Compiled, compile_lowered
+from bench.gate_controls import CONTROLS
+from bench.gate_operations import OPERANDS, OPERATIONS, make_operation
+from bench.gate_rows import DTYPE, Row, choose_implementation, engine_call
+from bench.gpu_target import TARGETS, Target, lower_for, mosaic_for, place
+from bench.models import MODELS
+from pallas_kernels import shapes
+
+# Two depths of a model: what a layer adds is their difference, and the real model is as much deeper.
+DEPTHS = (2, 4)
+CACHE = r"\b(store|stores\[\d+\])\.(k|v)$"
+WEIGHTS = r"^weights\b"
+READ = rf"^(?!.*{ADDED_TO})"  # of an operation's arguments, those that it needs in full
+MATRICES = r"^weights\b.*\['kernel'\]"  # the others are small, or looked up row by row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One run of a row's program; for a decode block one step, of the model at its whole depth.
+
+    Attributes:
+        temp: bytes of workspace.
+        logits: bytes of them that the logits are.
+        donated, cache: bytes of the arguments that were taken over, and of those that must be.
+        launches: kernels and copies.
+        per_layer: of them, what one more layer adds; None where there are no layers.
+        moved, floor: bytes moved, and the least that would have to be.
+        program: the program that was compiled, of the larger of `DEPTHS`.
+    """
+
+    temp: int
+    logits: int = 0
+    donated: int
+    cache: int
+    launches: int
+    per_layer: float | None = None
+    moved: float
+    floor: float
+    program: Compiled
+
+    @property
+    def ratio(self) -> float:
+        """Bytes moved over the floor."""
+        return self.moved / self.floor
+
+
+def measure(row: Row) -> Figures:
+    """Compiles the program of a row and reads it."""
+    target = TARGETS[row.gpu]
+    with mosaic_for(target) if row.implementation == "mosaic" else nullcontext():
+        return _measure(row, target)
+
+
+def _measure(row: Row, target: Target) -> Figures:
+    if row.program == "decode":
+        return _measure_decode(row, target)
+    if row.program in CONTROLS:
+        return _figures(compile_lowered(CONTROLS[row.program].lower(target), target, watched=OPERANDS), OPERANDS)
+    if row.program in OPERATIONS:
+        return _measure_operation(row, target)
+    watched = MATRICES if row.program == "read_layer" else CACHE
+    return _figures(_compile_call(row, target, 1, watched), watched if row.program == "compact_store" else None)
+
+
+def _figures(program: Compiled, donated: str | None) -> Figures:
+    """The figures of a program by itself, which cannot do without its arguments and results."""
+    return Figures(
+        temp=program.temp,
+        donated=program.donated,
+        cache=program.size(donated) if donated else 0,
+        launches=program.launches,
+        moved=program.moved,
+        floor=program.size(READ) + program.output - program.donated,
+        program=program,
+    )
+
+
+def _measure_operation(row: Row, target: Target) -> Figures:
+    implementation = choose_implementation(row.implementation, target)
+    operation = make_operation(row.program, shapes.MODELS[row.model], shapes.CACHES[row.shape], implementation)
+    jitted = jax.jit(operation.function, donate_argnums=operation.donated)
+    program = compile_lowered(lower_for(target, jitted, *place(operation.args, target)), target, watched=OPERANDS)
+    return _figures(program, OPERANDS if operation.donated else None)
+
+
+def _compile_call(row: Row, target: Target, layers: int, watched: str) -> Compiled:
+    call = engine_call(row, target, layers)
+    lowered = lower_for(target, call.function, call.static, *place(call.args, target), **call.options)
+    return compile_lowered(lowered, target, watched=watched, runs=call.options.get("steps", 1))
+
+
+def _measure_decode(row: Row, target: Target) -> Figures:
+    config, batch = MODELS[row.model], shapes.CACHES[row.shape].batch
+    small, large = (_compile_call(row, target, layers, f"{CACHE}|{MATRICES}") for layers in DEPTHS)
+
+    def per_layer(figure: Callable[[Compiled], float]) -> float:
+        return (figure(large) - figure(small)) / (DEPTHS[1] - DEPTHS[0])
+
+    def at_depth(figure: Callable[[Compiled], float]) -> float:
+        return figure(large) + (config.num_layers - DEPTHS[1]) * per_layer(figure)
+
+    itemsize = jnp.dtype(DTYPE).itemsize
+    unread = 0 if config.tie_embeddings else (config.vocab_size - batch) * config.hidden_size * itemsize
+    appended = 2 * batch * config.num_kv_heads * config.head_dim * itemsize
+    return Figures(
+        temp=round(at_depth(lambda p: p.temp)),
+        logits=batch * config.vocab_size * 4,
+        donated=round(at_depth(lambda p: p.donated)),
+        cache=round(at_depth(lambda p: p.size(CACHE))),
+        launches=round(at_depth(lambda p: p.launches)),
+        per_layer=per_layer(lambda p: p.launches),
+        moved=at_depth(lambda p: p.moved),
+        floor=at_depth(lambda p: p.size(WEIGHTS) + p.size(CACHE)) - unread + config.num_layers * appended,
+        # Kernels of Mosaic tell of themselves when they are compiled first.
+        program=replace(
+            large,
+            called=tuple(dict.fromkeys((*small.called, *large.called))),
+            kernels=tuple({kernel.name: kernel for kernel in (*small.kernels, *large.kernels)}.values()),
+            unread=(*small.unread, *(name for name in large.unread if "mosaic" not in name)),
+        ),
+    )

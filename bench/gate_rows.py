@@ -1,0 +1,154 @@
+"""What the compile gate looks at: one row for each program and GPU, and the engine's calls that make the programs."""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.gate_operations import OPERATIONS
+from bench.gpu_target import Target, device_of
+from bench.models import MODELS, abstract_weights
+from jkv.config import CacheSpec
+from jkv.engine import Engine, Request
+from jkv.policies import Evict, get_policy
+from jkv.policies.registry import names
+from jkv.sampling import Sampling
+from pallas_kernels import Implementation, dispatch, shapes
+
+DTYPE = "bfloat16"
+SAMPLING = Sampling(temperature=0.6, top_p=0.95)  # as the papers' tables draw
+PROMPTS = {"b8-t2048": (8, 2048), "b1-t16384": (1, 16384)}  # rows, tokens
+EVICT_CACHES = ("b128-k512", "b64-k1024", "b32-k2048", "b1-k2048")
+FULL_CACHES = ("b16-full16k", "b4-full34k")
+LONGEST_TEXT = 32768
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One program for one GPU.
+
+    Attributes:
+        gpu: of `gpu_target.TARGETS`.
+        program: "decode", "read_layer" or "compact_store", as the engine calls them; or one of
+            `gate_operations.OPERATIONS` or of `gate_controls.CONTROLS`.
+        model: of `models.MODELS`; of `shapes.MODELS` for an operation.
+        policy: its name; empty for an operation.
+        shape: of `shapes.CACHES`; of `PROMPTS` for read_layer.
+        implementation: as a user gives it; None is what runs there without being asked for.
+    """
+
+    gpu: str
+    program: str
+    model: str = ""
+    policy: str = ""
+    shape: str = ""
+    implementation: str | None = None
+
+    def __str__(self) -> str:
+        """The row's name."""
+        return " ".join(filter(None, (self.gpu, self.program, self.model, self.policy, self.shape)))
+
+
+class Call(NamedTuple):
+    """A call of a jitted function whose first argument is static, with arrays as shapes."""
+
+    function: Any
+    static: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def all_rows(implementation: str | None) -> Iterator[Row]:
+    """Every operation in every size, and every program of every model, policy and GPU."""
+    for gpu in ("a100", "h100", "h200"):
+        for row in operation_rows(gpu, shapes.MODELS, shapes.CACHES):
+            yield replace(row, implementation=implementation)
+        for model in MODELS:
+            for policy in names():
+                for row in policy_rows(gpu, model, policy, caches=("b128-k512", "b1-k2048"), prompts=PROMPTS):
+                    yield replace(row, implementation=implementation)
+
+
+def quick_rows(implementation: str | None) -> Iterator[Row]:
+    """The part that any change may break: sizes at the ends, policies that differ in kind, two architectures."""
+    rows = []
+    for gpu in ("a100", "h200"):
+        rows += operation_rows(gpu, ("qwen-7b", "llama-8b"), ("b128-k512", "b1-k2048", "b16-full16k"))
+    for model in MODELS:
+        for policy in ("full", "gkv", "h2o", "sepllm"):
+            rows += policy_rows("h200", model, policy, caches=("b64-k1024",), prompts=())
+    for policy in ("full", "rkv"):
+        rows += policy_rows("a100", "qwen-7b", policy, caches=("b1-k2048",), prompts=("b8-t2048",))
+    return (replace(row, implementation=implementation) for row in rows)
+
+
+def operation_rows(gpu: str, models: Iterable[str], caches: Iterable[str]) -> Iterator[Row]:
+    """Every operation in some sizes of `shapes`."""
+    for program in OPERATIONS:
+        for model in models:
+            for cache in caches:
+                yield Row(gpu=gpu, program=program, model=model, shape=cache)
+
+
+def policy_rows(gpu: str, model: str, policy: str, *, caches: Sequence[str], prompts: Iterable[str]) -> Iterator[Row]:
+    """The programs of one model and policy; full attention has its own caches, as many of them."""
+    evicts = isinstance(get_policy(policy), Evict)
+    for cache in caches if evicts else FULL_CACHES[: len(caches)]:
+        yield Row(gpu=gpu, program="decode", model=model, policy=policy, shape=cache)
+        if evicts:
+            yield Row(gpu=gpu, program="compact_store", model=model, policy=policy, shape=cache)
+    for prompt in prompts:
+        yield Row(gpu=gpu, program="read_layer", model=model, policy=policy, shape=prompt)
+
+
+def engine_call(row: Row, target: Target, layers: int) -> Call:
+    """The call of the row's function that the engine makes when it runs the row's policy on a model so deep."""
+    config = replace(MODELS[row.model], num_layers=layers)
+    batch, length, engine = _make_engine(row, target, config)
+    weights = abstract_weights(config, DTYPE)
+    calls: dict[str, Call] = {}
+
+    def call(function: Any, static: Any, *args: Any, **options: Any) -> Any:
+        calls.setdefault(function.__name__, Call(function, static, args, options))
+        return jax.eval_shape(functools.partial(function, static, **options), *args)
+
+    request = Request(jnp.zeros(2, jnp.uint32), jnp.zeros(8, jnp.int32))
+    tokens, lengths = np.zeros((batch, length), np.int32), np.full(batch, length, np.int32)
+    state, _ = engine.prefill(weights, tokens, lengths, lengths, np.arange(batch, dtype=np.uint32), request, call=call)
+    if row.program == "decode":
+        call(Engine.decode, engine, weights, state, request, steps=engine.steps)
+    elif row.program == "compact_store":
+        engine.compact(state, call=call)
+    return calls[row.program]
+
+
+def choose_implementation(name: str | None, target: Target) -> Implementation:
+    """What runs on a GPU, but that XLA stands in for cuDNN, which cannot be asked for a program without a GPU."""
+    chosen = dispatch.choose(name, device_of(target), DTYPE)
+    return replace(chosen, elsewhere=tuple(name for name in chosen.elsewhere if name != "cudnn"))
+
+
+def _make_engine(row: Row, target: Target, config: Any) -> tuple[int, int, Engine]:
+    """Rows, tokens of the prompts, and the engine."""
+    policy = get_policy(row.policy).prepare(lambda text: tuple(text.encode()))
+    if row.program == "read_layer":
+        batch, length = PROMPTS[row.shape]
+        longest = LONGEST_TEXT
+    else:
+        cache = shapes.CACHES[row.shape]
+        batch, length, longest = cache.batch, 32, cache.capacity
+        if isinstance(policy, Evict):
+            longest, interval = LONGEST_TEXT, cache.capacity - cache.kept
+            policy = replace(policy, budget=cache.kept, interval=interval)
+    spec = CacheSpec.of(
+        config,
+        max_len=longest,
+        max_new=longest - length,
+        dtype=DTYPE,
+        implementation=choose_implementation(policy.implementation or row.implementation, target),
+    )
+    return batch, length, Engine(config=config, policy=policy, spec=spec, sampling=SAMPLING)
