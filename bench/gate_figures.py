@@ -18,6 +18,7 @@ from pallas_kernels import shapes
 # Two depths of a model: what a layer adds is their difference, and the real model is as much deeper.
 DEPTHS = (2, 4)
 CACHE = r"\b(store|stores\[\d+\])\.(k|v)$"
+SUMS = r"\.extra\['mass'\]$"  # which each step adds to: read and written
 WEIGHTS = r"^weights\b"
 READ = rf"^(?!.*{ADDED_TO})"  # of an operation's arguments, those that it needs in full
 MATRICES = r"^weights\b.*\['kernel'\]"  # the others are small, or looked up row by row
@@ -119,7 +120,9 @@ def _measure_decode(row: Row, target: Target) -> Figures:
         launches=round(at_depth(lambda p: p.launches)),
         per_layer=per_layer(lambda p: p.launches),
         moved=at_depth(lambda p: p.moved),
-        floor=at_depth(lambda p: p.size(WEIGHTS) + p.size(CACHE)) - unread + config.num_layers * appended,
+        floor=at_depth(lambda p: p.size(WEIGHTS) + p.size(CACHE) + 2 * p.size(SUMS))
+        - unread
+        + config.num_layers * appended,
         # Kernels of Mosaic tell of themselves when they are compiled first.
         program=replace(
             large,
