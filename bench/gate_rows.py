@@ -76,8 +76,8 @@ def all_rows(implementation: str | None) -> Iterator[Row]:
 def quick_rows(implementation: str | None) -> Iterator[Row]:
     """The part that any change may break: sizes at the ends, policies that differ in kind, two architectures."""
     rows = []
-    for gpu in ("a100", "h200"):
-        rows += operation_rows(gpu, ("qwen-7b", "llama-8b"), ("b128-k512", "b1-k2048", "b16-full16k"))
+    for gpu, model in (("a100", "qwen-7b"), ("h200", "llama-8b")):
+        rows += operation_rows(gpu, (model,), ("b128-k512", "b1-k2048", "b16-full16k"))
     for model in MODELS:
         for policy in ("full", "gkv", "h2o", "sepllm"):
             rows += policy_rows("h200", model, policy, caches=("b64-k1024",), prompts=())

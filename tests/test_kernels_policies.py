@@ -9,11 +9,18 @@ from pallas_kernels.dispatch import Implementation
 from test_policies import LENGTHS, model_of, prompts, small
 
 NEW = 9  # two compactions after the prompt's
+QUICK = {"full", "h2o", "rkv", "gkv", "sepllm"}
 KERNELS = Implementation("triton", elsewhere=("xla",), interpret=True)
 
 
-# A batch, and one row alone, which has kernels of its own.
-@pytest.mark.parametrize(("name", "lengths"), [*((name, LENGTHS) for name in names()), ("snapkv", LENGTHS[1:2])])
+# A batch, and one row alone, which has kernels of its own; by default policies that together use all kernels.
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        *(pytest.param(name, LENGTHS, marks=() if name in QUICK else pytest.mark.slow) for name in names()),
+        ("snapkv", LENGTHS[1:2]),
+    ],
+)
 def test_kernels_keep_and_read_what_their_references_do(name, lengths):
     kind = "qwen2-3"  # a group that is no power of two
     changes = {"interval": 4}

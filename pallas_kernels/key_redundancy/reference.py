@@ -32,7 +32,8 @@ def key_redundancy(k: Array, length: Array, *, threshold: float = 0.5, retain: s
             spared = jnp.zeros_like(column)
         else:
             none = -1 if retain == "recent" else 0
-            spared = jnp.max(jnp.where(cosine > threshold, rows, none), axis=2, keepdims=True)
+            alike = (cosine > threshold) & (rows < length[..., None, None])
+            spared = jnp.max(jnp.where(alike, rows, none), axis=2, keepdims=True)
         return total + jnp.sum(jnp.where(rows == spared, 0.0, cosine), axis=-1)
 
     total = lax.fori_loop(0, padded // block, add, jnp.zeros(unit.shape[:3], jnp.float32))[:, :, :capacity]

@@ -203,10 +203,11 @@ def _find(k_ref, scale_ref, row: Array, scale: Array, length: Array, *, cut: Til
 
     # From the end, until every row has found a slot. The rows' own tiles come last, so that no other has to look out
     # for a key's own slot.
-    others = jnp.where(first * cut.slots < length, jnp.maximum(pl.cdiv(length, cut.slots) - own, first), 0)
+    any_row = first * cut.slots < length
+    others = jnp.where(any_row, jnp.maximum(pl.cdiv(length, cut.slots) - own, first), 0)
     nothing = jnp.where(row < length, -1, 0)
     found, _ = lax.fori_loop(0, pl.cdiv(others, GROUP), search, (nothing, jnp.min(nothing)))
-    return lax.fori_loop(first, first + own, partial(step, itself=True), found)
+    return lax.fori_loop(first, jnp.where(any_row, first + own, first), partial(step, itself=True), found)
 
 
 def _subtract(length_ref, spared_ref, cosine_ref, total_ref, out_ref, *, cut: Tiles) -> None:
