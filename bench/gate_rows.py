@@ -1,30 +1,29 @@
 """What the compile gate looks at: one row for each program and GPU, and the engine's calls that make the programs."""
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
+from bench.engines import (
+    DTYPE,
+    LONGEST_TEXT,
+    make_engine,
+    make_policy,
+    make_request,
+    prefill_shapes,
+    shape_of_call,
+)
 from bench.gate_operations import OPERATIONS
 from bench.gpu_target import Target, device_of
 from bench.models import MODELS, abstract_weights
-from jkv.config import CacheSpec
-from jkv.engine import Engine, Request
+from jkv.engine import Engine
 from jkv.policies import Evict, get_policy
 from jkv.policies.registry import names
-from jkv.sampling import Sampling
 from pallas_kernels import Implementation, dispatch, shapes
 
-DTYPE = "bfloat16"
-SAMPLING = Sampling(temperature=0.6, top_p=0.95)  # as the papers' tables draw
 PROMPTS = {"b8-t2048": (8, 2048), "b1-t16384": (1, 16384)}  # rows, tokens
 EVICT_CACHES = ("b128-k512", "b64-k1024", "b32-k2048", "b1-k2048")
 FULL_CACHES = ("b16-full16k", "b4-full34k")
-LONGEST_TEXT = 32768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +113,11 @@ def engine_call(row: Row, target: Target, layers: int) -> Call:
 
     def call(function: Any, static: Any, *args: Any, **options: Any) -> Any:
         calls.setdefault(function.__name__, Call(function, static, args, options))
-        return jax.eval_shape(functools.partial(function, static, **options), *args)
+        return shape_of_call(function, static, *args, **options)
 
-    request = Request(jnp.zeros(2, jnp.uint32), jnp.zeros(8, jnp.int32))
-    tokens, lengths = np.zeros((batch, length), np.int32), np.full(batch, length, np.int32)
-    state, _ = engine.prefill(weights, tokens, lengths, lengths, np.arange(batch, dtype=np.uint32), request, call=call)
+    state = prefill_shapes(engine, weights, batch, length, call)
     if row.program == "decode":
-        call(Engine.decode, engine, weights, state, request, steps=engine.steps)
+        call(Engine.decode, engine, weights, state, make_request(), steps=engine.steps)
     elif row.program == "compact_store":
         engine.compact(state, call=call)
     return calls[row.program]
@@ -134,21 +131,10 @@ def choose_implementation(name: str | None, target: Target) -> Implementation:
 
 def _make_engine(row: Row, target: Target, config: Any) -> tuple[int, int, Engine]:
     """Rows, tokens of the prompts, and the engine."""
-    policy = get_policy(row.policy).prepare(lambda text: tuple(text.encode()))
-    if row.program == "read_layer":
-        batch, length = PROMPTS[row.shape]
-        longest = LONGEST_TEXT
-    else:
-        cache = shapes.CACHES[row.shape]
-        batch, length, longest = cache.batch, 32, cache.capacity
-        if isinstance(policy, Evict):
-            longest, interval = LONGEST_TEXT, cache.capacity - cache.kept
-            policy = replace(policy, budget=cache.kept, interval=interval)
-    spec = CacheSpec.of(
-        config,
-        max_len=longest,
-        max_new=longest - length,
-        dtype=DTYPE,
-        implementation=choose_implementation(policy.implementation or row.implementation, target),
-    )
-    return batch, length, Engine(config=config, policy=policy, spec=spec, sampling=SAMPLING)
+    cache = shapes.CACHES.get(row.shape)
+    policy = make_policy(row.policy, cache)
+    batch, length = (cache.batch, 32) if cache else PROMPTS[row.shape]
+    evicts = isinstance(policy, Evict)
+    implementation = choose_implementation(policy.implementation or row.implementation, target)
+    longest = cache.capacity if cache and not evicts else LONGEST_TEXT
+    return batch, length, make_engine(config, policy, implementation, prompt=length, longest=longest)
