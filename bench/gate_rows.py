@@ -77,8 +77,9 @@ def quick_rows(implementation: str | None) -> Iterator[Row]:
     rows = []
     for gpu, model in (("a100", "qwen-7b"), ("h200", "llama-8b")):
         rows += operation_rows(gpu, (model,), ("b128-k512", "b1-k2048", "b16-full16k"))
-    for model in MODELS:
-        for policy in ("full", "gkv", "h2o", "sepllm"):
+    quick = {"qwen-7b": ("full", "gkv", "h2o", "sepllm"), "llama-8b": ("gkv",), "qwen3-8b": ("full", "h2o")}
+    for model, policies in quick.items():
+        for policy in policies:
             rows += policy_rows("h200", model, policy, caches=("b64-k1024",), prompts=())
     for policy in ("full", "rkv"):
         rows += policy_rows("a100", "qwen-7b", policy, caches=("b1-k2048",), prompts=("b8-t2048",))

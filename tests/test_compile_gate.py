@@ -334,7 +334,8 @@ def test_item_that_takes_too_long_is_ended():
 
 
 needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda13") is None or find_ptxas() is None,
+    (not importlib.util.find_spec("jax_plugins") or not importlib.util.find_spec("jax_plugins.xla_cuda13"))
+    or find_ptxas() is None,
     reason="needs the gate extra (jax-cuda13-plugin, jax-cuda13-pjrt) and ptxas",
 )
 
