@@ -26,6 +26,7 @@ from jkv.config import ModelConfig
 from jkv.engine import Engine, State
 from jkv.policies import Evict
 from pallas_kernels import Implementation
+from pallas_kernels.dispatch import XLA
 from pallas_kernels.shapes import Cache
 
 INTERVALS = 3
@@ -126,7 +127,9 @@ def make_state(engine: Engine, weights: nnx.State, batch: int, held: int, seed: 
     Raises:
         TypeError: the policy's stores are not `Slots`.
     """
-    shapes, keys = prefill_shapes(engine, weights, batch, PROMPT), _keys(seed)
+    # Shapes do not depend on the implementation, and the one for prompts may not even be installed.
+    plain = replace(engine, spec=replace(engine.spec, implementation=XLA))
+    shapes, keys = prefill_shapes(plain, weights, batch, PROMPT), _keys(seed)
 
     def draw(x: Any) -> Array:
         return normal(next(keys), 1.0, x.shape, x.dtype)
@@ -144,6 +147,7 @@ def make_state(engine: Engine, weights: nnx.State, batch: int, held: int, seed: 
             pos=jnp.broadcast_to(jnp.where(place < held, place, -1), slots.pos.shape),
             length=jnp.full(slots.length.shape, held, jnp.int32),
             extra={name: jnp.full(x.shape, fills.get(name, 0), x.dtype) for name, x in slots.extra.items()},
+            implementation=engine.spec.implementation,
         )
 
     def rows(value: Any, dtype: Any = jnp.int32) -> Array:

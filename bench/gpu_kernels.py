@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from bench.gpu_operations import Case, Parts, make_case
+from bench.gpu_operations import Case, make_case
 from pallas_kernels import Implementation
 from pallas_kernels.shapes import Cache, Heads
 
 TOLERANCE = 1e-2
 REPEATS = 4
-# Bytes of the arguments that a timing goes round, more than twice a GPU's second-level cache.
-SPREAD = 128 << 20
+SPREAD = 128 << 20  # more than twice what the second-level cache of a GPU holds
 MOST_SETS = 24
 ROUNDS = 4
 RUNS = 7
@@ -28,26 +27,34 @@ UNREAD_BEYOND = ("triton", "mosaic")  # the others multiply what they find there
 def check_kernel(
     operation: str, heads: Heads, cache: Cache, implementation: Implementation, seed: int
 ) -> dict[str, Any]:
-    """Compares one call with the reference, and with itself.
+    """Compares one call of an operation with the reference and with itself, as `compare` does."""
+    poison = float("nan") if implementation.name in UNREAD_BEYOND else 1e4
+    return compare(make_case(operation, seed, heads, cache, poison=poison), implementation)
+
+
+def compare(case: Case, implementation: Implementation) -> dict[str, Any]:
+    """Compares one call with the reference, and with `REPEATS` more of the same.
 
     Returns:
         `error`: relative to float32, of the row and head where it is largest. `wrong`: numbers that should be the
-        reference's and are not. `unsteady`: numbers that were different in another of `REPEATS` calls. `problem`: what
-        of this is too much, if anything.
+        reference's and are not. `unsteady`: numbers that were different in another call. `problem`: what of this is too
+        much, if anything.
     """
-    poison = float("nan") if implementation.name in UNREAD_BEYOND else 1e4
-    case = make_case(operation, seed, heads, cache, poison=poison)
     run = jax.jit(partial(case.function, implementation=implementation))
     reference = jax.jit(partial(case.function, implementation="xla"))
     parts = jax.jit(case.parts)
     litter(jax.eval_shape(run, **case.arguments))
     found = parts(run(**case.arguments), case.arguments)
-    unsteady = sum(int(count_different(found, parts(run(**case.arguments), case.arguments))) for _ in range(REPEATS))
-    with jax.default_matmul_precision("highest"):
-        wide = parts(reference(**widen(case.arguments)), case.arguments) if found.close else Parts()
-    narrow = parts(reference(**case.arguments), case.arguments) if found.exact else Parts()
-    error = float(largest_error(found.close, wide.close)) if found.close else 0.0
-    wrong = int(count_different(found.exact, narrow.exact)) if found.exact else 0
+    others = (parts(run(**case.arguments), case.arguments) for _ in range(REPEATS))
+    unsteady = sum(int(count_different(found, other)) for other in others)
+    error, wrong = 0.0, 0
+    if found.close:
+        with jax.default_matmul_precision("highest"):
+            wide = parts(reference(**widen(case.arguments)), case.arguments)
+        error = float(largest_error(found.close, wide.close))
+    if found.exact:
+        narrow = parts(reference(**case.arguments), case.arguments)
+        wrong = int(count_different(found.exact, narrow.exact))
     problems = []
     if not error <= TOLERANCE:  # NaN is not
         problems.append(f"relative error {error:.2g}, more than {TOLERANCE}")
@@ -59,9 +66,13 @@ def check_kernel(
 
 
 def time_kernel(
-    operation: str, heads: Heads, cache: Cache, implementation: Implementation, seed: int
+    operation: str, heads: Heads, cache: Cache, implementation: Implementation, seed: int, *, spread: int = SPREAD
 ) -> dict[str, Any]:
     """Times calls one after the other in one program, over caches that are full.
+
+    Args:
+        operation, heads, cache, implementation, seed: what is timed.
+        spread: bytes of the arguments that the calls go round.
 
     Returns:
         `seconds` of a call, the median of several runs; `fastest` of them; `moved` and `flops`, the least that a call
@@ -69,7 +80,7 @@ def time_kernel(
     """
     first = make_case(operation, seed, heads, cache)
     size = sum(x.nbytes for x in jax.tree.leaves(first.arguments))
-    count = min(max(-(-SPREAD // size), 2), MOST_SETS)
+    count = min(max(-(-spread // size), 2), MOST_SETS)
     cases = [first, *(make_case(operation, seed + i, heads, cache) for i in range(1, count))]
     sets = [case.arguments for case in cases]
     loop = jax.jit(partial(go_round, first, implementation), donate_argnums=0)

@@ -12,9 +12,6 @@ import jax
 def describe_machine() -> dict[str, str | int]:
     """Processor, accelerator, versions and commit, for the head of a result file."""
     device = jax.devices()[0]
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -22,8 +19,22 @@ def describe_machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": _ask("git", "rev-parse", "--short", "HEAD"),
     }
+
+
+def find_driver() -> str:
+    """The version of the GPU's driver."""
+    return _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def _ask(*command: str) -> str:
+    """What a command prints, if it is there and has something to say."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def _processor() -> str:
