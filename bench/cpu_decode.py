@@ -126,7 +126,8 @@ def start(llm: jkv.LLM, policy: str, prompt: np.ndarray, new: int) -> Any:
 
 def make_batch(llm: jkv.LLM, policy: str, prompt: np.ndarray, new: int) -> Batch:
     """A batch that decodes `new` tokens whatever it draws."""
-    engine = llm.engine(llm.prepare(policy), Sampling(), max_len=prompt.shape[1] + new, max_new=new)
+    longest = prompt.shape[1]
+    engine = llm.engine(llm.prepare(policy), Sampling(), max_len=longest + new, max_new=new, max_prompt=longest)
     return Batch(
         engine=engine,
         weights=llm.weights,

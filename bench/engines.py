@@ -33,7 +33,14 @@ def make_engine(
     config: ModelConfig, policy: Policy, implementation: Implementation, *, prompt: int, longest: int = LONGEST_TEXT
 ) -> Engine:
     """An engine for prompts of `prompt` tokens and texts of `longest`."""
-    spec = CacheSpec.of(config, max_len=longest, max_new=longest - prompt, dtype=DTYPE, implementation=implementation)
+    spec = CacheSpec.of(
+        config,
+        max_len=longest,
+        max_new=longest - prompt,
+        max_prompt=prompt,
+        dtype=DTYPE,
+        implementation=implementation,
+    )
     return Engine(config=config, policy=policy, spec=spec, sampling=SAMPLING)
 
 

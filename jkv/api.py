@@ -112,7 +112,14 @@ class LLM:
         return ready
 
     def engine(
-        self, policy: Policy, sampling: Sampling, *, max_len: int, max_new: int, prefill_block: int = 512
+        self,
+        policy: Policy,
+        sampling: Sampling,
+        *,
+        max_len: int,
+        max_new: int,
+        max_prompt: int,
+        prefill_block: int = 512,
     ) -> Engine:
         """The engine for texts of up to `max_len` tokens, rounded up so that few programs are ever compiled."""
         asked = policy.implementation or self.implementation
@@ -120,6 +127,7 @@ class LLM:
             self.checkpoint.config,
             max_len=_round_length(max_len),
             max_new=_round_length(max_new),
+            max_prompt=bucket(max_prompt),
             dtype=self.dtype,
             implementation=dispatch.choose(asked, jax.devices()[0], self.dtype),
         )

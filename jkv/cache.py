@@ -7,13 +7,14 @@ mask beyond a length, pooling runs over neighbours in the text, and "most recent
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import NewToken, Notes
+from pallas_kernels import NewToken, Notes, Pages
 from pallas_kernels.decode_attention.reference import write
 from pallas_kernels.dispatch import XLA, Implementation
 
@@ -68,14 +69,38 @@ class Token:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LowRank:
+    """Tokens whose keys are made from a product when they are read, in chunks.
+
+    Attributes:
+        a, b: factors of the keys before RoPE, `[B, T, R]` and `[B, H, R, D]`; row t of `a` is the token at position t.
+        v: values, `[B, H, T, D]`.
+        index: chunks to read, int32 `[B, H, N]`; T / size or more is none.
+        cos, sin: rotation of every position, float32 `[T or more, D/2]`.
+        size: tokens of a chunk.
+    """
+
+    a: Array
+    b: Array
+    v: Array
+    index: Array
+    cos: Array
+    sin: Array
+    size: int = field(metadata=STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class View:
-    """What attention may read: the first `length` slots.
+    """What attention may read: the first `length` slots, or the `pages` among them, and what is `beside` them.
 
     Attributes:
         k, v: `[B, H, C, D]`.
         length: int32 `[B, H]`.
         new: token that attention writes to the last of them first, or None.
         notes: what attention writes of that token beside its key and value.
+        pages: the slots to read if not all of them.
+        beside: tokens to read that are in no slot.
         implementation: what runs attention.
     """
 
@@ -84,7 +109,16 @@ class View:
     length: Array
     new: NewToken | None = None
     notes: Notes | None = None
+    pages: Pages | None = None
+    beside: LowRank | None = None
     implementation: Implementation = field(default=XLA, metadata=STATIC)
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest number of each page's keys in every channel, `[B, H, P, D]`; 0 for an empty page."""
+
+    low: Array
+    high: Array
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +132,7 @@ class Slots:
         length: filled slots, int32 `[B, H]`.
         window: queries of the last W tokens, `[B, H, W, G, D]`; the token at position p is at index p mod W.
         extra: arrays `[B, H, C, ...]` by name that move with their slots.
+        bounds: of the keys of each page, where a policy reads by pages.
         new: the token in the last slot of the active rows, until attention has written it there.
         place: position of that token in the text, int32 `[B]`.
         implementation: what runs the operations on the slots.
@@ -109,6 +144,7 @@ class Slots:
     length: Array
     window: Array
     extra: dict[str, Array] = field(default_factory=dict)
+    bounds: Bounds | None = None
     new: NewToken | None = None
     place: Array | None = None
     implementation: Implementation = field(default=XLA, metadata=STATIC)
@@ -131,7 +167,7 @@ class Slots:
     def view(self) -> View:
         """Everything that is cached."""
         notes = None if self.place is None else Notes(self.place, self.pos, self.window)
-        return View(self.k, self.v, self.length, self.new, notes, self.implementation)
+        return View(self.k, self.v, self.length, self.new, notes, implementation=self.implementation)
 
     def recent(self, count: int) -> Array:
         """The last `count` filled slots, bool `[B, H, C]`."""

@@ -187,8 +187,10 @@ class CacheSpec:
 
     Attributes:
         num_kv_heads, group, head_dim: H, G and D.
+        rope: of the cached keys.
         max_len: longest text, prompt and new tokens together, that the run may reach.
         max_new: most new tokens of a row.
+        max_prompt: longest prompt of the run, padding included.
         dtype: dtype name of cached keys and values.
         implementation: what runs the operations on it.
     """
@@ -198,8 +200,15 @@ class CacheSpec:
     head_dim: int
     max_len: int
     max_new: int
+    max_prompt: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
     dtype: str = "float32"
     implementation: Implementation = XLA
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one head's key or value of a token."""
+        return self.head_dim * (4 if self.dtype == "float32" else 2)
 
     @classmethod
     def of(
@@ -208,6 +217,7 @@ class CacheSpec:
         *,
         max_len: int,
         max_new: int,
+        max_prompt: int,
         dtype: str,
         implementation: Implementation = XLA,
     ) -> "CacheSpec":
@@ -218,6 +228,8 @@ class CacheSpec:
             head_dim=config.head_dim,
             max_len=max_len,
             max_new=max_new,
+            max_prompt=max_prompt,
+            rope=config.rope,
             dtype=dtype,
             implementation=implementation,
         )

@@ -17,11 +17,12 @@ from flax import nnx
 from jax import Array, lax
 
 from jkv.attention import attend
-from jkv.cache import Token, settled
+from jkv.cache import Token
 from jkv.config import CacheSpec, ModelConfig
 from jkv.models import rope
 from jkv.models.decoder import Decoder, join, single_layer
 from jkv.policies import Policy
+from jkv.policies.base import Step
 from jkv.prompt import read_prompt
 from jkv.sampling import Sampling, row_keys, sample
 
@@ -118,6 +119,11 @@ class Engine:
         interval = self.policy.interval or LONGEST_BLOCK
         return max(n for n in range(1, LONGEST_BLOCK + 1) if interval % n == 0)
 
+    def at(self, layer: int) -> "Engine":
+        """This engine with the policy of one layer."""
+        policy = self.policy.at(layer, self.config.num_layers)
+        return self if policy == self.policy else replace(self, policy=policy)
+
     def prefill(
         self,
         weights: nnx.State,
@@ -161,7 +167,8 @@ class Engine:
         for index in range(config.num_layers):
             part = single_layer(weights, index)
             place = np.array([index == 0, index == config.num_layers - 1])
-            x, store, state, out = call(Engine.read_layer, self, part, x, tokens, length, place, state, request)
+            engine = self.at(index)
+            x, store, state, out = call(Engine.read_layer, engine, part, x, tokens, length, place, state, request)
             stores.append(store)
         assert out is not None
         return replace(state, stores=tuple(stores)), out
@@ -191,8 +198,10 @@ class Engine:
             The residual, the layer's store, and, from the last layer, the batch and its first tokens.
         """
         model = join(replace(self.config, num_layers=1), weights, self.spec.implementation)
-        x = jnp.where(place[0], model.embed(tokens), x)
-        cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        x = entered = jnp.where(place[0], model.embed(tokens), x)
+        cos, sin = rope.cos_sin(
+            model.config.rope, model.config.head_dim, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        )
         x, prompt = read_prompt(
             model.layers[0],
             x,
@@ -203,6 +212,7 @@ class Engine:
             block=self.prefill_block,
             implementation=self.spec.implementation,
         )
+        state = replace(state, shared=self.policy.read(state.shared, entered, prompt))
         last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0).reshape(-1, 1, 1), axis=1)[:, 0]
 
         def draw(value: tuple[State, Drawn]) -> tuple[State, Drawn]:
@@ -240,24 +250,25 @@ class Engine:
         return state, Output(tokens, finite, state.done, logits)
 
     def compact(self, state: State, *, call: Call = call_directly) -> State:
-        """Ends an interval: compacts every layer's store, one after the other, by one program for all layers."""
-        return replace(state, stores=tuple(call(compact_store, self.policy, store) for store in state.stores))
+        """Ends an interval: compacts every layer's store, one after the other, by one program for all alike."""
+        stores = tuple(call(compact_store, self.at(i).policy, store) for i, store in enumerate(state.stores))
+        return replace(state, stores=stores)
 
     def _decode_step(self, model: Decoder, state: State) -> tuple[State, Array]:
         """Feeds each row's last token through the layers: the new state and the logits `[B, V]`."""
         active, policy = ~state.done, self.policy
         x = model.embed(state.token)
-        cos, sin = rope.cos_sin(model.config, state.pos)
-        plan, shared = policy.plan(state.shared, x, state.pos)
+        cos, sin = rope.cos_sin(model.config.rope, model.config.head_dim, state.pos)
+        plan, shared = policy.plan(state.shared, Step(model, state.stores, x, cos, sin, state.pos, active))
         stores = []
-        for layer, store in zip(model.layers, state.stores, strict=True):
+        for index, (layer, store) in enumerate(zip(model.layers, state.stores, strict=True)):
+            policy = self.at(index).policy
             heads = layer.heads(x, cos, sin)
             token = Token(*heads, token=state.token, pos=state.pos, active=active)
+            shared = policy.notice(shared, x, token)
             store = policy.append(store, token)
-            view = policy.select(store, heads.q, plan)
-            attended = attend(heads.q, view, return_probs=policy.needs_probs)
-            if view.notes is not None:
-                store = settled(store, attended.k, attended.v, attended.notes)
+            attended = attend(heads.q, policy.select(store, heads.q, plan), return_probs=policy.needs_probs)
+            store = policy.settle(store, attended)
             store, out = policy.observe(store, token, attended.probs), attended.out
             if policy.needs_probs:
                 # Or XLA would keep the probabilities of all layers until the end of the step.

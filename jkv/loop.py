@@ -103,7 +103,8 @@ class Batch:
         options = {"steps": self.engine.steps}
         self.programs.compile(Engine.decode, self.engine, self.weights, state, self.request, **options)
         if self.engine.policy.interval:
-            self.programs.compile(compact_store, self.engine.policy, state.stores[0])
+            for index, store in enumerate(state.stores):
+                self.programs.compile(compact_store, self.engine.at(index).policy, store)
         start = time.perf_counter()
         try:
             yield from self._decode(state)
@@ -146,7 +147,7 @@ class Batch:
 
     def _report(self, state: State, decoded: int) -> None:
         if self.on_kept is not None:
-            positions = [self.engine.policy.positions(store) for store in state.stores]
+            positions = [self.engine.at(i).policy.positions(store) for i, store in enumerate(state.stores)]
             # A copy: while the host sees a buffer, the next block would have to leave it alone.
             self.on_kept(decoded, np.stack([np.asarray(jnp.copy(x)) for x in positions]))
 

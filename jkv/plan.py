@@ -1,6 +1,7 @@
 """What a run will hold and read, exactly and before anything is loaded: for `--dry-run` and the report at the end."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 
 import jax
@@ -23,9 +24,9 @@ class Plan:
         weights: of the parameters.
         kv_held: of keys and values allocated for all rows.
         metadata_held: of everything else that the policy keeps for all rows.
-        kv_read: of keys and values that attention reads for one token of one row, when the text is at its longest.
+        kv_read: read for one token of one row to attend and to choose what to attend to, the text at its longest.
         capacity: slots allocated per row, layer and kv head.
-        tokens_read: slots read per kv head for that token.
+        tokens_read: tokens read per kv head for that token, by what they are read for, in the layer that reads least.
     """
 
     batch: int
@@ -35,7 +36,7 @@ class Plan:
     metadata_held: int
     kv_read: int
     capacity: int
-    tokens_read: int
+    tokens_read: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -45,19 +46,20 @@ class Plan:
 
 def make_plan(config: ModelConfig, policy: Policy, spec: CacheSpec, *, batch: int, length: int, dtype: str) -> Plan:
     """Counts the bytes of `batch` rows that grow to `length` tokens; nothing is allocated."""
-    itemsize = jnp.dtype(spec.dtype).itemsize
-    capacity, read = policy.capacity(spec), policy.tokens_read(spec, length)
-    kv_held = config.kv_bytes_per_token(itemsize) * capacity * batch
-    store = jax.eval_shape(lambda: policy.ingest(spec, _empty_prompt(spec, batch)))
+    layers = Counter(policy.at(index, config.num_layers) for index in range(config.num_layers))
+    stores = {own: jax.eval_shape(lambda own=own: own.ingest(spec, _empty_prompt(spec, batch))) for own in layers}
+    kv_held = sum(count * _nbytes(own.kv(stores[own])) for own, count in layers.items())
+    held = sum(count * _nbytes(stores[own]) for own, count in layers.items())
+    shared = jax.eval_shape(lambda: policy.shared(spec, batch))
     return Plan(
         batch=batch,
         length=length,
         weights=weight_bytes(config, dtype),
         kv_held=kv_held,
-        metadata_held=_nbytes(store) * config.num_layers - kv_held,
-        kv_read=config.kv_bytes_per_token(itemsize) * read,
-        capacity=capacity,
-        tokens_read=read,
+        metadata_held=held - kv_held + _nbytes(shared),
+        kv_read=sum(count * own.bytes_read(spec, length) for own, count in layers.items()),
+        capacity=policy.capacity(spec),
+        tokens_read=min((own.tokens_read(spec, length) for own in layers), key=lambda read: sum(read.values())),
     )
 
 
@@ -105,6 +107,7 @@ def describe_plan(plan: Plan, full: Plan, *, name: str) -> str:
     rows = [
         ("", name, "full"),
         ("slots per kv head", plan.capacity, full.capacity),
+        ("tokens read", *(sum(p.tokens_read.values()) for p in (plan, full))),
         ("weights", *(format_bytes(p.weights) for p in (plan, full))),
         ("kv held", *(format_bytes(p.kv_held) for p in (plan, full))),
         ("beside the kv", *(format_bytes(p.metadata_held) for p in (plan, full))),
@@ -115,4 +118,6 @@ def describe_plan(plan: Plan, full: Plan, *, name: str) -> str:
     lines = [f"{plan.batch} rows of {plan.length} tokens"] + [f"{a:20}{b!s:>{wide}}{c!s:>14}" for a, b, c in rows]
     limit = memory_limit()
     fits = "fits" if plan.total <= limit else "does not fit; lower the budget, --batch-size or --max-new-tokens"
+    parts = " + ".join(f"{count} {part}" for part, count in plan.tokens_read.items())
+    lines.append(f"read per kv head and step, at most: {parts}")
     return "\n".join([*lines, f"{fits} in {format_bytes(limit)}, workspace of the programs not counted"])

@@ -66,7 +66,9 @@ def prompt_logits(model: Decoder, tokens: Array, *, block: int = 512) -> Array:
 def find_nonfinite(model: Decoder, tokens: Array) -> str:
     """Names the first part of the model whose output for `tokens` int32 `[B, T]` has an infinite or NaN value."""
     x = model.embed(tokens)
-    cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+    cos, sin = rope.cos_sin(
+        model.config.rope, model.config.head_dim, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    )
     length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     if not jnp.all(jnp.isfinite(x)):
         return "embedding"
@@ -81,7 +83,9 @@ def find_nonfinite(model: Decoder, tokens: Array) -> str:
 def _logits(config: ModelConfig, weights: nnx.State, tokens: Array, block: int) -> Array:
     model = join(config, weights)
     x = model.embed(tokens)
-    cos, sin = rope.cos_sin(model.config, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+    cos, sin = rope.cos_sin(
+        model.config.rope, model.config.head_dim, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    )
     length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     for layer in model.layers:
         x, _ = read_prompt(layer, x, cos, sin, tokens, length, block=block)

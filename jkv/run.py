@@ -148,7 +148,11 @@ class Run:
         longest = max((len(prompt) for prompt in self.prompts), default=0)
         length = min(longest + self.config.max_new_tokens, self.llm.checkpoint.config.max_position)
         self.engine = self.llm.engine(
-            self.policy, self.config.sampling, max_len=length, max_new=self.config.max_new_tokens
+            self.policy,
+            self.config.sampling,
+            max_len=length,
+            max_new=self.config.max_new_tokens,
+            max_prompt=longest,
         )
         self.stats = Stats(
             plan=make_plan(

@@ -21,6 +21,9 @@ KERNELS: dict[str, tuple[Name, ...]] = {
     "select_top": ("triton",),
     "compact": ("triton",),
     "rms_norm": ("triton",),
+    "gather_attention": (),
+    "page_scores": (),
+    "lowrank_attention": (),
 }
 
 

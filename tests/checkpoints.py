@@ -1,4 +1,4 @@
-"""Makes tiny Hugging Face checkpoints for tests: random weights, a byte-level BPE tokenizer, a chat template.
+"""Makes tiny Hugging Face checkpoints for tests: random weights, a byte-level BPE tokenizer, a chat template; drafts.
 
 No torch and no download. Norms and biases are off their defaults, so a loader that skips one gives other logits, and
 the weights are scaled so that greedy text of the random model does not repeat one token.
@@ -7,7 +7,7 @@ the weights are scaled so that greedy text of the random model does not repeat o
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -127,6 +127,68 @@ def save_hf(
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     _write_json(folder / "generation_config.json", generation)
     save_tokenizer(folder)
+    return folder
+
+
+def draft_tensors(config: Mapping[str, Any], *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random float32 weights of an EAGLE-3 draft of the model of `config`, under its official names."""
+    rng, hidden, mlp, size = np.random.default_rng(seed), config["hidden_size"], 2 * 64, config["head_dim"]
+    queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, queries),
+        "midlayer.mlp.gate_proj.weight": (mlp, hidden),
+        "midlayer.mlp.up_proj.weight": (mlp, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, mlp),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (24, hidden),
+    }
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = rng.standard_normal(shape, np.float32)
+        tensors[name] = 1 + np.float32(0.3) * noise if "norm" in name else np.float32(2.0 * shape[1] ** -0.5) * noise
+    kept = np.sort(rng.permutation(config["vocab_size"])[:24])
+    return {**tensors, "d2t": kept - np.arange(24), "t2d": np.isin(np.arange(config["vocab_size"]), kept)}
+
+
+def save_draft(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray] | None = None,
+    *,
+    layout: Literal["official", "speculators"] = "official",
+    **changes: Any,
+) -> Path:
+    """Writes an EAGLE-3 draft of a model.
+
+    Args:
+        folder: made if need be.
+        config: of the model, as from `config`.
+        tensors: under their official names; None is random ones. Those of the speculators layout get an embedding,
+            which is random too, unless it is among them.
+        layout: of names and of config.json.
+        changes: keys of config.json, on top.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = draft_tensors(config) if tensors is None else tensors
+    sizes = {**config, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    values = {**sizes, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 24, **changes}
+    if layout == "speculators":
+        rng = np.random.default_rng(1)
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        own = rng.standard_normal((config["vocab_size"], config["hidden_size"]), np.float32)
+        tensors = {"embed_tokens.weight": own, **tensors}
+        values = {"speculators_model_type": "eagle3", "draft_vocab_size": 24, "transformer_layer_config": sizes}
+        values |= {"architectures": ["Eagle3Speculator"], "norm_before_residual": True, **changes}
+    save_tensors(folder, tensors)
+    _write_json(folder / "config.json", values)
     return folder
 
 

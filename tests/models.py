@@ -108,7 +108,14 @@ def make_engine(
     """An engine for prompts of at most `longest` tokens and `new` sampled ones, and the weights it takes."""
     weights = nnx.state(model)
     c = model.config
-    spec = CacheSpec.of(c, max_len=longest + new, max_new=new, dtype="float32", implementation=implementation)
+    spec = CacheSpec.of(
+        c,
+        max_len=longest + new,
+        max_new=new,
+        max_prompt=longest,
+        dtype="float32",
+        implementation=implementation,
+    )
     engine = Engine(config=model.config, policy=policy, spec=spec, sampling=sampling or Sampling(), **options)
     return engine, weights
 
@@ -216,7 +223,7 @@ def dense(model: Decoder, tokens: Sequence[int], seen: np.ndarray) -> tuple[np.n
     Args:
         model: the model.
         tokens: ids of the text, T of them.
-        seen: which token (last axis) a query may see, bool `[L, H, T, T]`.
+        seen: which token (last axis) a query may see, bool `[L, H, T, T]`, or `[L, H, G, T, T]`.
 
     Returns:
         Logits `[T, V]` and attention probabilities `[L, H, G, T, T]`.
@@ -244,9 +251,10 @@ def _attend(c: ModelConfig, layer: Layer, x: np.ndarray, seen: np.ndarray) -> tu
         q, k = _norm(layer.q_norm, q), _norm(layer.k_norm, k)
     q, k = _rotate(c, q), _rotate(c, k)
     out, probs = np.zeros_like(q), np.zeros((c.num_heads, length, length))
+    seen = np.broadcast_to(seen if seen.ndim == 4 else seen[:, None], (c.num_kv_heads, c.group, length, length))
     for head in range(c.num_heads):
-        kv_head = head // c.group
-        scores = np.where(seen[kv_head], q[:, head] @ k[:, kv_head].T / math.sqrt(c.head_dim), -np.inf)
+        kv_head, member = divmod(head, c.group)
+        scores = np.where(seen[kv_head, member], q[:, head] @ k[:, kv_head].T / math.sqrt(c.head_dim), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         probs[head] = weights / weights.sum(-1, keepdims=True)
         out[:, head] = probs[head] @ v[:, kv_head]

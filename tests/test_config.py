@@ -162,7 +162,8 @@ def of_size_16(parameters: dict[str, Any]) -> ModelConfig:
 @pytest.mark.parametrize("name", TABLES)
 def test_rotary_frequencies(name):
     parameters, expected, scale = TABLES[name]
-    found, found_scale = inv_freq(of_size_16(parameters))
+    config = of_size_16(parameters)
+    found, found_scale = inv_freq(config.rope, config.head_dim)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     assert found_scale == pytest.approx(scale, rel=1e-9)
@@ -181,7 +182,8 @@ def test_rotary_frequencies_equal_those_of_transformers(name, size, longest):
         hidden_size=4 * size, num_attention_heads=4, max_position_embeddings=longest, rope_parameters=parameters
     )
     expected, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu")
-    found, found_scale = inv_freq(ModelConfig.from_hf(theirs.to_dict()))
+    config = ModelConfig.from_hf(theirs.to_dict())
+    found, found_scale = inv_freq(config.rope, config.head_dim)
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
     assert found_scale == pytest.approx(scale, rel=1e-9)
 
@@ -193,8 +195,8 @@ def test_products_of_rotated_vectors_depend_on_the_distance_alone(name):
     scale = TABLES[name][2]
 
     def product(at: int, distance: int) -> float:
-        query = rotate(jnp.asarray(q), *cos_sin(config, jnp.array([at])))
-        key = rotate(jnp.asarray(k), *cos_sin(config, jnp.array([at - distance])))
+        query = rotate(jnp.asarray(q), *cos_sin(config.rope, config.head_dim, jnp.array([at])))
+        key = rotate(jnp.asarray(k), *cos_sin(config.rope, config.head_dim, jnp.array([at - distance])))
         return float(jnp.sum(query * key))
 
     assert product(9, 0) == pytest.approx(float(np.sum(q * k)) * scale**2, abs=1e-5)
@@ -206,8 +208,8 @@ def test_products_of_rotated_vectors_depend_on_the_distance_alone(name):
 def test_configurations_are_values():
     config = ModelConfig.from_hf(hf_config())
     assert hash(config) == hash(ModelConfig.from_hf(hf_config()))
-    spec = CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8)
-    assert {spec: 1}[CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8)] == 1
+    spec = CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8, max_prompt=56)
+    assert {spec: 1}[CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8, max_prompt=56)] == 1
     with pytest.raises(AttributeError):
         config.head_dim = 8  # type: ignore[misc]
 

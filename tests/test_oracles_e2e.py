@@ -70,7 +70,12 @@ def check_decoding(model: str, run: str, implementation: Implementation) -> None
     )
     decoder = load(config["model"])
     spec = CacheSpec.of(
-        decoder.config, max_len=longest + new, max_new=new, dtype="float32", implementation=implementation
+        decoder.config,
+        max_len=longest + new,
+        max_new=new,
+        max_prompt=longest,
+        dtype="float32",
+        implementation=implementation,
     )
     engine = Engine(config=decoder.config, policy=policy, spec=spec, sampling=Sampling(), keep_logits=True)
     parameters = nnx.state(decoder)

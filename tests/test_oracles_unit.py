@@ -48,7 +48,7 @@ TIES = "gkvrepo_snapkv_multi_S1"  # pooled scores are equal at its boundary, and
 MASKS = sorted((FOLDER / "masks").glob("*.npz"))
 TOLERANCE = 2e-6
 CAPACITY = 48  # of every cache here, so that programs are shared
-SPEC = CacheSpec(num_kv_heads=2, group=4, head_dim=16, max_len=104, max_new=104)
+SPEC = CacheSpec(num_kv_heads=2, group=4, head_dim=16, max_len=104, max_new=104, max_prompt=104)
 
 window_scores = jax.jit(pallas_kernels.window_scores, static_argnames=("reduce", "shift"))
 key_redundancy = jax.jit(pallas_kernels.key_redundancy, static_argnames=("threshold", "retain"))

@@ -1,7 +1,9 @@
 """Every registered policy on every kind of model: what is kept, what is seen, and that rows do not meet."""
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +15,27 @@ from jkv.config import CacheSpec
 from jkv.models.decoder import Decoder
 from jkv.policies import Evict, Policy, describe, entry, names
 from models import KINDS, Trace, dense, run, tiny, token_ids, visible
+from reads import Reads, tell_reads
 
 BUDGET, WINDOW, SINK, INTERVAL, NEW = 12, 4, 2, 6, 19
 # Shorter than the window, longer than the budget by more than an interval, and just below the budget.
 LENGTHS = (3, 29, 11)
 SPARE = {"sepllm": 1}  # slots of the budget that a policy may leave empty
 EVICTORS = [name for name in names() if isinstance(entry(name).policy, Evict)]
+SELECTORS = [name for name in names() if name != "full" and name not in EVICTORS]
 
 every_policy = pytest.mark.parametrize("name", names())
 every_evictor = pytest.mark.parametrize("name", EVICTORS)
+every_selector = pytest.mark.parametrize("name", SELECTORS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def on_models(policies: Sequence[str]) -> pytest.MarkDecorator:
+    """Every policy on every kind of model, and every preset, which differs by its numbers alone, on one of them."""
+    presets = [name for name in policies if "@" in name]
+    pairs = [(kind, name) for name in policies if "@" not in name for kind in KINDS]
+    pairs += [(KINDS[i % len(KINDS)], name) for i, name in enumerate(presets)]
+    return pytest.mark.parametrize(("kind", "name"), pairs)
 
 
 @functools.cache
@@ -42,17 +55,37 @@ def prompts(*lengths: int) -> list[list[int]]:
 def small(name: str, **changes) -> Policy:
     """The policy with sizes that fit the tiny prompts; `changes` on top where the policy evicts."""
     policy = entry(name).policy.prepare(token_ids)
-    if not isinstance(policy, Evict):
-        return policy
-    sizes = {"budget": BUDGET, "interval": INTERVAL}
-    sizes |= {"window": min(policy.window, WINDOW), "sink": min(policy.sink, SINK)}
-    return replace(policy, **sizes | changes)
+    values = dict(describe(policy))
+    sizes = {"budget": BUDGET, "window": WINDOW, "sink": SINK, "interval": INTERVAL, "recent": 3}
+    sizes |= {"page": 4, "dense": 1, "chunk": 2, "rank": 32, "outliers": 1, "local": 1}
+    # What is off stays off.
+    sizes = {name: min(size, values[name]) for name, size in sizes.items() if name in values}
+    return replace(policy, **sizes | (changes if isinstance(policy, Evict) else {}))
 
 
 @functools.cache
 def outcome(name: str, kind: str = "llama", lengths: tuple[int, ...] = LENGTHS) -> Trace:
     """The run that most tests look at."""
     return run(model_of(kind), small(name), prompts(*lengths), NEW)
+
+
+def seen_by(name: str, kind: str, row: int, total: int, lengths: tuple[int, ...] = LENGTHS) -> np.ndarray:
+    """Which tokens each query of a row saw: what had been kept, and of that what a selecting policy read."""
+    trace = outcome(name, kind, lengths)
+    if name not in SELECTORS:
+        return visible(trace, row, lengths[row], total)
+    return reads_of(name, kind, lengths).mask(trace.kept[0][2].shape[0], row, lengths[row], total)
+
+
+@functools.cache
+def reads_of(name: str, kind: str, lengths: tuple[int, ...] = LENGTHS) -> Reads:
+    """What a selecting policy reads in the run that most tests look at."""
+    policy, reads = tell_reads(small(name))
+    reads.sets.clear()
+    told = run(model_of(kind), policy, prompts(*lengths), NEW)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(told.logits, outcome(name, kind, lengths).logits)
+    return Reads(dict(reads.sets))
 
 
 def text_of(trace: Trace, row: int, lengths: tuple[int, ...] = LENGTHS) -> list[int]:
@@ -93,25 +126,22 @@ def test_models_are_not_degenerate(kind):
     assert min(len(set(row)) for row in trace.tokens.tolist()) >= 5
 
 
-@every_kind
-@every_policy
+@on_models(names())
 def test_logits_equal_a_dense_model_that_sees_what_was_kept(kind, name):
     trace = outcome(name, kind)
     for row, length in enumerate(LENGTHS):
         text = text_of(trace, row)
-        expected, _ = dense(model_of(kind), text, visible(trace, row, length, len(text)))
+        expected, _ = dense(model_of(kind), text, seen_by(name, kind, row, len(text)))
         assert worst(trace.logits[row], expected[length - 1 :]) < 1e-4
 
 
-@every_kind
-@every_policy
+@on_models(names())
 def test_a_budget_that_holds_the_text_changes_nothing(kind, name):
     lengths = (5, 3, 1)  # with 7 tokens more, no longer than the budget
     assert worst(outcome(name, kind, lengths).logits[:, :8], outcome("full", kind, lengths).logits[:, :8]) <= 1e-5
 
 
-@every_kind
-@every_evictor
+@on_models(EVICTORS)
 def test_a_small_budget_changes_logits(kind, name):
     change = np.abs(outcome(name, kind).logits - outcome("full", kind).logits).max(axis=-1)
     assert np.all(change[:, 0] <= 1e-5)  # the prompt is always read in full
@@ -119,8 +149,7 @@ def test_a_small_budget_changes_logits(kind, name):
     assert np.all(change[:, -1] > 1e-3)
 
 
-@every_kind
-@every_policy
+@on_models(names())
 def test_a_row_does_not_depend_on_its_batch(kind, name):
     together = outcome(name, kind)
     for row, length in enumerate(LENGTHS):
@@ -146,8 +175,7 @@ def check_same_row(a: Trace, i: int, b: Trace, j: int) -> None:
         np.testing.assert_array_equal(kept[:, i], other[:, j])
 
 
-@every_kind
-@every_evictor
+@on_models(EVICTORS)
 def test_the_cache_never_exceeds_budget_and_interval(kind, name):
     trace = outcome(name, kind)
     assert BUDGET + INTERVAL - SPARE.get(name, 0) <= trace.held.max() <= BUDGET + INTERVAL
@@ -157,16 +185,14 @@ def test_the_cache_never_exceeds_budget_and_interval(kind, name):
     np.testing.assert_array_equal(trace.state.pos, np.array(LENGTHS) + NEW - 1)
 
 
-@every_kind
-@every_policy
+@on_models(names())
 def test_a_run_repeats_bit_for_bit(kind, name):
     again = run(model_of(kind), small(name), prompts(*LENGTHS), NEW)
     np.testing.assert_array_equal(again.logits, outcome(name, kind).logits)
     assert all(np.array_equal(a[2], b[2]) for a, b in zip(again.kept, outcome(name, kind).kept, strict=True))
 
 
-@every_kind
-@every_policy
+@on_models(names())
 def test_a_row_that_ends_leaves_the_others_alone(kind, name):
     model, policy = model_of(kind), small(name)
     ended = run(model, policy, prompts(*LENGTHS), NEW, limit=(NEW, 5, NEW))
@@ -181,16 +207,18 @@ def test_a_row_that_ends_leaves_the_others_alone(kind, name):
         jax.tree.map(np.testing.assert_array_equal, held_by_row(store, 1), held_by_row(later, 1))
 
 
-def held_by_row(store: Slots, row: int) -> dict:
+def held_by_row(store: Any, row: int) -> dict:
     """Everything that a row holds; keys and values stop at its length, what is behind is never read."""
+    if not isinstance(store, Slots):
+        parts = {spec.name: getattr(store, spec.name) for spec in fields(store) if spec.name != "rope"}
+        return held_by_row(parts.pop("exact"), row) | jax.tree.map(lambda x: np.asarray(x[row]), parts)
     filled = np.asarray(store.filled[row])
     whole = {"length": store.length, "pos": store.pos, "window": store.window, "extra": store.extra}
     rest = jax.tree.map(lambda x: np.asarray(x[row]), whole)
     return rest | {"k": np.asarray(store.k[row])[filled], "v": np.asarray(store.v[row])[filled]}
 
 
-@every_kind
-@every_policy
+@on_models(names())
 def test_nan_in_a_row_stays_in_that_row(kind, name):
     together = outcome(name, kind)
     used = {*together.tokens.ravel().tolist()}.union(*prompts(*LENGTHS))
@@ -211,7 +239,7 @@ def test_prompts_about_as_long_as_budget_and_window(name, lengths):
     trace, policy = outcome(name, "llama", lengths), small(name)
     for row, length in enumerate(lengths):
         text = text_of(trace, row, lengths)
-        expected, _ = dense(model_of("llama"), text, visible(trace, row, length, len(text)))
+        expected, _ = dense(model_of("llama"), text, seen_by(name, "llama", row, len(text), lengths))
         assert worst(trace.logits[row], expected[length - 1 :]) < 1e-4
     if isinstance(policy, Evict):
         check_kept(trace, name, lengths)  # a prompt that fits is kept whole and in order
@@ -299,7 +327,7 @@ def make_prompt(keys: np.ndarray, length: list[int]) -> Prompt:
 
 
 def ingest(policy: Policy, asked: Prompt):
-    spec = CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8)
+    spec = CacheSpec(num_kv_heads=2, group=2, head_dim=16, max_len=64, max_new=8, max_prompt=56)
     return jax.jit(lambda prompt: policy.ingest(spec, prompt))(asked)
 
 

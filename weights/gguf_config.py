@@ -120,7 +120,7 @@ def _check_rope_factors(header: GgufHeader, config: ModelConfig) -> None:
     # Imported late: it starts jax, which a file without these factors does not need here.
     from jkv.models.rope import inv_freq
 
-    stored, (ours, _) = read_stored(header, ROPE_FACTORS), inv_freq(config)
+    stored, (ours, _) = read_stored(header, ROPE_FACTORS), inv_freq(config.rope, config.head_dim)
     plain = config.rope.theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if stored.shape != ours.shape or not np.allclose(stored * ours, plain, rtol=1e-5, atol=0):
         raise header.error(

@@ -45,7 +45,13 @@ def embedded_file() -> Path:
     )
 
 
-def download(model: str, *, revision: str | None = None, with_weights: bool = True) -> tuple[Path, str]:
+def download(
+    model: str,
+    *,
+    revision: str | None = None,
+    with_weights: bool = True,
+    check: Callable[..., object] = read_config,
+) -> tuple[Path, str]:
     """Downloads a model from the hub into huggingface_hub's cache, or finds it there.
 
     The config comes first and is checked, so that a model that cannot run costs no download of weights. Only
@@ -55,6 +61,7 @@ def download(model: str, *, revision: str | None = None, with_weights: bool = Tr
         model: OWNER/NAME.
         revision: branch, tag or commit; None is the default branch.
         with_weights: fetch the weights too.
+        check: refuses the config that it finds in a folder, called as `weights.safetensors.read_config`.
 
     Returns:
         The folder and the commit.
@@ -65,7 +72,7 @@ def download(model: str, *, revision: str | None = None, with_weights: bool = Tr
     from huggingface_hub import hf_hub_download, snapshot_download
 
     config = Path(_fetch(model, revision, partial(hf_hub_download, model, "config.json", revision=revision)))
-    read_config(config.parent, name=model)
+    check(config.parent, name=model)
     commit = config.parent.name
     logger.info("fetching %s at %s", model, commit)
     wanted = [*_OTHERS, *(_WEIGHTS if with_weights else ())]

@@ -5,7 +5,7 @@ both found by comparing names, before anything is read.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jkv.config import ModelConfig
@@ -78,14 +78,41 @@ def assign(
         for parameter, shape in wanted.items()
     }
     expected = {part.tensor: part.shape for made_of in parts.values() for part in made_of}
-    problems = list(_problems(expected, reader, config))
-    if problems:
-        rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ValueError(f"{name}: the weights do not fit the config: {'; '.join(problems[:_SHOWN])}{rest}")
+    inert = {x for x in reader.names() if _INERT.fullmatch(x) or (x == _HEAD and config.tie_embeddings)}
+    owner = f"model ({config.model_type}, {config.num_layers} layers)"
+    check_tensors(expected, reader, name=name, owner=owner, inert=inert)
     return parts
 
 
-def _problems(expected: Mapping[str, Sequence[int]], reader: TensorReader, config: ModelConfig) -> Iterator[str]:
+def check_tensors(
+    expected: Mapping[str, Sequence[int]],
+    reader: TensorReader,
+    *,
+    name: str,
+    owner: str,
+    inert: Collection[str] = (),
+) -> None:
+    """Compares the tensors that are there with those that should be.
+
+    Args:
+        expected: shape of every tensor that is used.
+        reader: the checkpoint's tensors.
+        name: the checkpoint, for the message.
+        owner: what uses the tensors, for the message.
+        inert: tensors that may be there without being used.
+
+    Raises:
+        ValueError: a tensor is missing, of the wrong shape or unknown; all of them in one line.
+    """
+    problems = list(_problems(expected, reader, owner, inert))
+    if problems:
+        rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(f"{name}: the weights do not fit the config: {'; '.join(problems[:_SHOWN])}{rest}")
+
+
+def _problems(
+    expected: Mapping[str, Sequence[int]], reader: TensorReader, owner: str, inert: Collection[str]
+) -> Iterator[str]:
     found = frozenset(reader.names())
     for tensor, shape in expected.items():
         if tensor in found:
@@ -96,6 +123,5 @@ def _problems(expected: Mapping[str, Sequence[int]], reader: TensorReader, confi
         else:
             yield f"{tensor} is missing"
     for tensor in reader.names():
-        inert = _INERT.fullmatch(tensor) or (tensor == _HEAD and config.tie_embeddings)
-        if tensor not in expected and not inert:
-            yield f"{tensor} is not used by this model ({config.model_type}, {config.num_layers} layers)"
+        if tensor not in expected and tensor not in inert:
+            yield f"{tensor} is not used by this {owner}"

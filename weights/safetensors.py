@@ -7,7 +7,7 @@ comes as a view of the file (the safetensors package copies it) that is unmapped
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 class SafetensorsReader:
     """Tensors of one or several safetensors files."""
 
-    def __init__(self, files: Sequence[Path]):
-        """Reads and checks the files' headers.
+    def __init__(self, files: Sequence[Path], *, ignored: Collection[str] = ()):
+        """Reads and checks the files' headers; tensors named in `ignored` are passed over, whatever their dtype.
 
         Raises:
             ValueError: a file is missing, broken or not safetensors, or a tensor is twice there or of a dtype that is
@@ -46,7 +46,7 @@ class SafetensorsReader:
         """
         self._entries: dict[str, Entry] = {}
         for file in files:
-            for name, entry in read_header(file).items():
+            for name, entry in read_header(file, ignored=ignored).items():
                 if name in self._entries:
                     raise ValueError(f"{file}: tensor {name} is in {self._entries[name].file.name} too")
                 self._entries[name] = entry
@@ -85,7 +85,7 @@ def open_safetensors(folder: Path, *, name: str, revision: str | None = None, wi
         ValueError: the config is not supported, or a file is missing or broken; one line naming it.
     """
     config = read_config(folder, name=name)
-    files = _weight_files(folder) if with_weights else ()
+    files = weight_files(folder) if with_weights else ()
     reader = SafetensorsReader(files)
     generation = folder / "generation_config.json"
     return Checkpoint(
@@ -111,8 +111,8 @@ def read_config(folder: Path, *, name: str) -> ModelConfig:
         raise ValueError(f"{name}: config.json: {str(error).removeprefix('config.json: ')}") from None
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """Reads the header of a safetensors file.
+def read_header(file: Path, *, ignored: Collection[str] = ()) -> dict[str, Entry]:
+    """Reads the header of a safetensors file, but for the tensors named in `ignored`.
 
     Raises:
         ValueError: the file is not a whole safetensors file, or a tensor's dtype is not supported.
@@ -122,7 +122,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     try:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
-        entries = {name: _entry(file, name, start, value) for name, value in tensors.items()}
+        entries = {name: _entry(file, name, start, value) for name, value in tensors.items() if name not in ignored}
         spans = sorted(value["data_offsets"] for value in tensors.values())
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{file}: not a safetensors file, or cut off in its header; download it again") from None
@@ -169,7 +169,12 @@ def _entry(file: Path, name: str, start: int, value: Mapping) -> Entry:
     return Entry(file, dtype, shape, start + first)
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a folder: one, or the shards of an index.
+
+    Raises:
+        ValueError: there are none, or not all of them; one line with the remedy.
+    """
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists() or single.is_symlink():
         return (single,)
@@ -185,7 +190,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     if pickles:
         raise ValueError(
             f"{folder}: holds {pickles[0]}, and only safetensors are read (a pickle can run code); use a revision with "
-            "safetensors, or load and save it with transformers' save_pretrained"
+            "safetensors, or convert it once with torch.load and safetensors.torch.save_file"
         )
     raise ValueError(
         f"{folder}: no {_SINGLE} or {_INDEX}, and only safetensors are read; use a model or revision that has them (of "

@@ -9,30 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jkv.config import ModelConfig, RopeConfig
+from jkv.config import RopeConfig
 
 
-def inv_freq(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies of a model's rotary embedding.
+def inv_freq(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies of a rotary embedding of heads of `head_dim` numbers.
 
     Returns:
         ``(inv_freq, scale)``: float32 `[D/2]`, in radians a token, and the factor on cos and sin (1.0 but for yarn).
     """
-    rope, dim = config.rope, config.head_dim
-    base = np.float32(rope.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    base = np.float32(rope.theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     plain = (np.float32(1.0) / base).astype(np.float32)
     if rope.type == "linear":
         return plain / np.float32(rope.factor), 1.0
     if rope.type == "llama3":
         return _llama3(plain, rope), 1.0
     if rope.type == "yarn":
-        return _yarn(plain, rope, dim)
+        return _yarn(plain, rope, head_dim)
     return plain, 1.0
 
 
-def cos_sin(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+def cos_sin(rope: RopeConfig, head_dim: int, positions: Array) -> tuple[Array, Array]:
     """Cosine and sine of the rotation of every position, float32 `[..., D/2]` for positions int32 `[...]`."""
-    freq, scale = inv_freq(config)
+    freq, scale = inv_freq(rope, head_dim)
     angle = jnp.expand_dims(positions.astype(jnp.float32), -1) * freq.reshape((1,) * positions.ndim + (-1,))
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import pallas_kernels
-from jkv.cache import Prompt, Slots, Token, View, fill, keep, put, resize
+from jkv.cache import Prompt, Slots, Token, View, fill, keep, put, resize, settled
 from jkv.config import CacheSpec
 from jkv.policies.fields import field_kinds, is_of, name_kinds
+from pallas_kernels import Attended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +56,39 @@ class Policy:
         """Most tokens per kv head that a compaction leaves of a text of `length` tokens."""
         return length
 
-    def tokens_read(self, spec: CacheSpec, length: int) -> int:
-        """Most tokens per kv head that one step reads once the text is `length` tokens long."""
+    def at(self, layer: int, layers: int) -> "Policy":
+        """The policy of one of the model's layers; prefill compiles a program for each that differs."""
+        del layer, layers
+        return self
+
+    def tokens_read(self, spec: CacheSpec, length: int) -> dict[str, int]:
+        """Most tokens per kv head that a step reads of a text of `length` tokens, by what they are read for."""
         del spec
-        return length
+        return {"all": length}
+
+    def bytes_read(self, spec: CacheSpec, length: int) -> int:
+        """Bytes that a step of one row reads of one layer's store to attend, and to choose what to attend to."""
+        return 2 * spec.vector_bytes * spec.num_kv_heads * sum(self.tokens_read(spec, length).values())
 
     def shared(self, spec: CacheSpec, batch: int) -> Any:
         """State outside the layers."""
         del spec, batch
         return ()
 
-    def plan(self, shared: Any, x: Array, pos: Array) -> tuple[Any, Any]:
-        """Chooses before the layers run, from the embedded token `x` `[B, E]`: ``(plan, shared)``."""
-        del x, pos
+    def read(self, shared: Any, x: Array, prompt: Prompt) -> Any:
+        """That state after a layer has read the prompts; `x` `[B, T, E]` is what entered the layer."""
+        del x, prompt
+        return shared
+
+    def plan(self, shared: Any, step: "Step") -> tuple[Any, Any]:
+        """Chooses before the layers run: ``(plan, shared)``."""
+        del step
         return (), shared
+
+    def notice(self, shared: Any, x: Array, token: Token) -> Any:
+        """The shared state once a layer has projected the token; `x` `[B, E]` is what entered the layer."""
+        del x, token
+        return shared
 
     def ingest(self, spec: CacheSpec, prompt: Prompt) -> Any:
         """The store of one layer after the prompt."""
@@ -83,6 +103,10 @@ class Policy:
         del q, plan
         return store.view()
 
+    def settle(self, store: Any, attended: Attended) -> Any:
+        """The store with the arrays that attention has written the token to."""
+        return settled(store, attended.k, attended.v, attended.notes)
+
     def observe(self, store: Any, token: Token, probs: Array | None) -> Any:
         """The store after attention; `probs` float32 `[B, H, G, C]` if `needs_probs`, else None."""
         del token, probs
@@ -95,6 +119,31 @@ class Policy:
     def positions(self, store: Any) -> Array:
         """Text positions that the store holds, int32 `[B, H, C]`, -1 where empty."""
         return store.pos
+
+    def kv(self, store: Any) -> Any:
+        """The arrays of a store that keys and values are read from; the others are there to choose by."""
+        return store.k, store.v
+
+
+class Step(NamedTuple):
+    """A decoding step before its layers run.
+
+    Attributes:
+        model: the model, a `jkv.models.decoder.Decoder`.
+        stores: one store per layer.
+        x: the embedded token, `[B, E]`.
+        cos, sin: rotation of its position, float32 `[B, D/2]`.
+        pos: its position in the text, int32 `[B]`.
+        active: rows that are still decoding, bool `[B]`.
+    """
+
+    model: Any
+    stores: tuple[Any, ...]
+    x: Array
+    cos: Array
+    sin: Array
+    pos: Array
+    active: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +210,9 @@ class Evict(Policy):
         most = self.most(spec.max_len)
         return most + self.interval if self.interval else min(most + spec.max_new, spec.max_len)
 
-    def tokens_read(self, spec: CacheSpec, length: int) -> int:
+    def tokens_read(self, spec: CacheSpec, length: int) -> dict[str, int]:
         """Everything that is held."""
-        return min(length, self.capacity(spec))
+        return {"kept": min(length, self.capacity(spec))}
 
     def target(self, seen: Array) -> Array:
         """Tokens to keep of texts of `seen` tokens, int32 `[B]`."""

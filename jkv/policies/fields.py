@@ -4,13 +4,14 @@ import types
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+INTERNAL = {"internal": True}  # marks a field that the policy sets itself
 PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def field_kinds(cls: type) -> dict[str, tuple[Any, ...]]:
-    """For each field of a dataclass the types that it may have, or the values of a `Literal`."""
+    """For each field of a dataclass that a user may set the types that it may have, or the values of a `Literal`."""
     hints = get_type_hints(cls)
-    return {spec.name: _kinds(hints[spec.name]) for spec in fields(cls)}
+    return {spec.name: _kinds(hints[spec.name]) for spec in fields(cls) if not spec.metadata.get("internal")}
 
 
 def name_kinds(kinds: tuple[Any, ...]) -> str:

@@ -98,9 +98,9 @@ def get_policy(spec: str | Policy) -> Policy:
 
 
 def describe(policy: Policy) -> Iterator[tuple[str, Any]]:
-    """The fields of a policy and their values, in order of declaration."""
-    for spec in fields(policy):
-        yield spec.name, getattr(policy, spec.name)
+    """The fields of a policy that can be set and their values, in order of declaration."""
+    for name in field_kinds(type(policy)):
+        yield name, getattr(policy, name)
 
 
 def format_policy(spec: str, policy: Policy) -> str:

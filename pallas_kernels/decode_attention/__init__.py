@@ -51,6 +51,18 @@ class Attended(NamedTuple):
     notes: Notes | None = None
 
 
+class Share(NamedTuple):
+    """Attention over S other sets of tokens, to be weighed in.
+
+    Attributes:
+        out: float32 `[B, H, S, G, D]`; zeros for a set without tokens.
+        lse: float32 `[B, H, S, G]`, the log of the summed exponentials of the scaled logits; -1e30 for such a set.
+    """
+
+    out: Array
+    lse: Array
+
+
 def decode_attention(
     q: Array,
     k: Array,
@@ -59,6 +71,7 @@ def decode_attention(
     new: NewToken | None = None,
     notes: Notes | None = None,
     *,
+    beside: Share | None = None,
     return_probs: bool = False,
     implementation: Implementation | str = "xla",
 ) -> Attended:
@@ -71,7 +84,15 @@ def decode_attention(
         new: a token to write to slot ``length - 1`` of the active rows before attending, in place where the cache is
             donated; other rows' slots are as they were.
         notes: where the new token's position and queries are written at the same time.
-        return_probs: also return the attention probabilities.
+        beside: attention over tokens that are in no slot.
+        return_probs: also return the attention probabilities; not with `beside`.
         implementation: what runs it.
+
+    Raises:
+        ValueError: probabilities are wanted and something is beside the cache.
     """
-    return run("decode_attention", implementation, q, k, v, length, new, notes, return_probs=return_probs)
+    if beside is not None and return_probs:
+        raise ValueError("decode_attention: probabilities are of the cache alone; leave out beside or return_probs")
+    return run(
+        "decode_attention", implementation, q, k, v, length, new, notes, beside=beside, return_probs=return_probs
+    )

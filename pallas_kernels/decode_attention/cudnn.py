@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.cudnn import check_cudnn
-from pallas_kernels.decode_attention import Attended, NewToken, Notes
+from pallas_kernels.decode_attention import Attended, NewToken, Notes, Share
 from pallas_kernels.decode_attention.reference import write
 from pallas_kernels.dispatch import Implementation
 
@@ -22,16 +22,19 @@ def decode_attention(
     new: NewToken | None = None,
     notes: Notes | None = None,
     *,
+    beside: Share | None,
     return_probs: bool,
     implementation: Implementation,
 ) -> Attended:
     """Writes the new token as XLA does, then attends.
 
     Raises:
-        ValueError: probabilities are wanted, or cuDNN does not take this dtype or head_dim.
+        ValueError: probabilities are wanted, something is beside the cache, or cuDNN does not take this dtype or
+            head_dim.
     """
-    if return_probs:
-        raise ValueError("decode_attention: cudnn keeps the attention probabilities to itself; use triton or xla")
+    if return_probs or beside is not None:
+        wanted = "attention probabilities" if return_probs else "sum of exponentials"
+        raise ValueError(f"decode_attention: cudnn keeps the {wanted} to itself; use triton or xla")
     check_cudnn("decode_attention", k, implementation.gpu)
     k, v, notes = write(q, k, v, length, new, notes)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_kernels.decode_attention import Attended, NewToken, Notes
+from pallas_kernels.decode_attention import Attended, NewToken, Notes, Share
 from pallas_kernels.decode_attention.mosaic_part import attend_part
 from pallas_kernels.decode_attention.mosaic_pipeline import plgpu
 from pallas_kernels.decode_attention.split import Cache, Partials, Token, combine, pack, pad_group, splits_for
@@ -54,6 +54,7 @@ def decode_attention(
     new: NewToken | None = None,
     notes: Notes | None = None,
     *,
+    beside: Share | None,
     return_probs: bool,
     implementation: Implementation,
 ) -> Attended:
@@ -75,7 +76,7 @@ def decode_attention(
         token = Token(new.active.astype(jnp.int32), notes.place if notes else None)
         partials = attend_parts(pad_group(pack(q, new).astype(k.dtype)), refs, length, token, cut, **wanted)
         cache = jax.tree.map(jax.freeze, refs)
-    out, probs = combine(partials, length, group=group)
+    out, probs = combine(partials, length, beside, group=group)
     return cache.attended(out, probs, notes)
 
 

@@ -6,10 +6,23 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.decode_attention import Attended, NewToken, Notes
+from pallas_kernels.decode_attention import Attended, NewToken, Notes, Share
 
 # Finite, so that a row without a single filled slot (a padding row) gives numbers and not NaN.
 MASKED = -1e30
+
+
+class Softmax(NamedTuple):
+    """Attention over the slots so far.
+
+    Attributes:
+        top, total: largest logit, and sum of exponentials relative to it, float32 `[B, H, G]`.
+        out: weighted values, float32 `[B, H, G, D]`.
+    """
+
+    top: Array
+    out: Array
+    total: Array
 
 
 class Form(NamedTuple):
@@ -33,20 +46,28 @@ def decode_attention(
     new: NewToken | None = None,
     notes: Notes | None = None,
     *,
+    beside: Share | None,
     return_probs: bool,
 ) -> Attended:
     """Writes the new token, then attends; probabilities need the whole cache at once."""
     k, v, notes = write(q, k, v, length, new, notes)
     if return_probs:
-        _, weights, out, total = _attend_block(q, k, v, length, _nothing(q)[0], form=Form(block=k.shape[2]))
+        _, weights, out, total = _attend_block(q, k, v, length, _nothing(q).top, form=Form(block=k.shape[2]))
         total = jnp.maximum(total, 1e-30)[..., None]
         return Attended((out / total).astype(v.dtype), weights / total, k, v, notes)
+    return Attended(attend(q, k, v, length, beside), None, k, v, notes)
+
+
+def attend(
+    q: Array, k: Array, v: Array, length: Array, beside: Share | None = None, start: Array | None = None
+) -> Array:
+    """Attention over the slots from `start` int32 `[B, H, G]` on, or all, in the blocks that suit the platform."""
     # On CPU, XLA runs a batch of small products on one core and copies a sliced operand first; a sum of products it
     # fuses with the slice and spreads over the cores, which pays with several rows.
     cpu = Form(block=64, fused=True) if q.shape[0] >= 4 else Form(block=256)
-    attend = partial(lax.platform_dependent, q, k, v, length)
-    out = attend(cpu=partial(attend_blocks, form=cpu), default=partial(attend_blocks, form=Form(block=512)))
-    return Attended(out, None, k, v, notes)
+    forms = {"cpu": cpu, "default": Form(block=512)}
+    blocks = {name: partial(attend_blocks, form=form) for name, form in forms.items()}
+    return lax.platform_dependent(q, k, v, length, beside, start, **blocks)
 
 
 def write(
@@ -73,32 +94,45 @@ def write(
     return put(k, length - 1, new.k), put(v, length - 1, new.v), notes
 
 
-def attend_blocks(q: Array, k: Array, v: Array, length: Array, *, form: Form) -> Array:
-    """`decode_attention` block by block, each block's share weighted by its part of the softmax."""
+def attend_blocks(
+    q: Array, k: Array, v: Array, length: Array, beside: Share | None, start: Array | None, *, form: Form
+) -> Array:
+    """`attend` block by block, each block's share weighted by its part of the softmax."""
     capacity = k.shape[2]
     block = min(form.block, capacity)
 
-    def body(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, out, total = carry
-        # The last block starts early where the capacity is not a multiple; what was read before is masked.
-        start = jnp.minimum(i * block, capacity - block)
-        k_block, v_block = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (k, v))
-        new, _, more, mass = _attend_block(q, k_block, v_block, length - start, top, skip=i * block - start, form=form)
-        old = jnp.exp(top - new)
-        return new, out * old[..., None] + more, total * old + mass
+    def body(i: Array, carry: Softmax) -> Softmax:
+        # The last block begins early where the capacity is not a multiple; what was read before is masked.
+        first = jnp.minimum(i * block, capacity - block)
+        k_block, v_block = (lax.dynamic_slice_in_dim(x, first, block, axis=2) for x in (k, v))
+        skip = i * block - first
+        if start is not None:
+            skip = jnp.maximum(skip, start[..., None] - first)
+        new, _, more, mass = _attend_block(q, k_block, v_block, length - first, carry.top, skip=skip, form=form)
+        old = jnp.exp(carry.top - new)
+        return Softmax(new, carry.out * old[..., None] + more, carry.total * old + mass)
 
+    carry = _nothing(q) if beside is None else join(beside)
     if block == capacity:
-        _, _, out, total = _attend_block(q, k, v, length, _nothing(q)[0], form=form)
+        carry = body(jnp.int32(0), carry)
     else:
-        count = jnp.clip((jnp.max(length) + block - 1) // block, 1, -(-capacity // block))
-        _, out, total = lax.fori_loop(0, count, body, _nothing(q))
-    return (out / jnp.maximum(total, 1e-30)[..., None]).astype(v.dtype)
+        begin = 0 if start is None else jnp.min(start) // block
+        end = jnp.clip((jnp.max(length) + block - 1) // block, begin, -(-capacity // block))
+        carry = lax.fori_loop(begin, end, body, carry)
+    return (carry.out / jnp.maximum(carry.total, 1e-30)[..., None]).astype(v.dtype)
 
 
-def _nothing(q: Array) -> tuple[Array, Array, Array]:
-    """Row maximum, weighted values and sum of weights before the first block."""
+def join(share: Share) -> Softmax:
+    """Several sets as one."""
+    top = jnp.max(share.lse, axis=2)
+    weights = jnp.exp(share.lse - top[:, :, None])
+    return Softmax(top, jnp.sum(share.out * weights[..., None], axis=2), jnp.sum(weights, axis=2))
+
+
+def _nothing(q: Array) -> Softmax:
+    """Before the first block."""
     lead = q.shape[:3]
-    return jnp.full(lead, MASKED, jnp.float32), jnp.zeros(q.shape, jnp.float32), jnp.zeros(lead, jnp.float32)
+    return Softmax(jnp.full(lead, MASKED, jnp.float32), jnp.zeros(q.shape, jnp.float32), jnp.zeros(lead, jnp.float32))
 
 
 def _attend_block(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.decode_attention import Attended, NewToken, Notes
+from pallas_kernels.decode_attention import Attended, NewToken, Notes, Share
 from pallas_kernels.decode_attention.reference import MASKED
 from pallas_kernels.dispatch import Gpu
 
@@ -89,12 +89,15 @@ def splits_for(rows: int, capacity: int, tile: int, gpu: Gpu) -> int:
     return max(-(-capacity // LONGEST), min(math.ceil(gpu.cores * PROGRAMS / rows), -(-capacity // tile)))
 
 
-def combine(partials: Partials, length: Array, *, group: int) -> tuple[Array, Array | None]:
+def combine(
+    partials: Partials, length: Array, beside: Share | None = None, *, group: int
+) -> tuple[Array, Array | None]:
     """Weighs the parts by their share of the softmax.
 
     Args:
         partials: as described there.
         length: filled slots, int32 `[B, H]`.
+        beside: more parts; there are no logits then.
         group: G.
 
     Returns:
@@ -102,6 +105,10 @@ def combine(partials: Partials, length: Array, *, group: int) -> tuple[Array, Ar
         `[B, H, G, C]` or None.
     """
     out, lse = partials.out[..., :group, :], partials.lse[..., :group]
+    if beside is not None:
+        out, lse = (
+            jnp.concatenate(parts, axis=2) for parts in ((out.astype(jnp.float32), beside.out), (lse, beside.lse))
+        )
     if out.shape[2] == 1:
         out, lse = out[:, :, 0], lse[:, :, 0]
     else:

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.decode_attention import Attended, NewToken, Notes
+from pallas_kernels.decode_attention import Attended, NewToken, Notes, Share
 from pallas_kernels.decode_attention.reference import MASKED
 from pallas_kernels.decode_attention.split import Cache, Partials, Token, combine, pack, padded, splits_for
 from pallas_kernels.dispatch import Gpu, Implementation
@@ -50,6 +50,7 @@ def decode_attention(
     new: NewToken | None = None,
     notes: Notes | None = None,
     *,
+    beside: Share | None,
     return_probs: bool,
     implementation: Implementation,
 ) -> Attended:
@@ -67,7 +68,7 @@ def decode_attention(
         logits=return_probs,
         interpret=implementation.interpret,
     )
-    out, probs = combine(partials, length, group=group)
+    out, probs = combine(partials, length, beside, group=group)
     return cache.attended(out, probs, notes)
 
 
