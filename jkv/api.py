@@ -47,6 +47,7 @@ class LLM:
     tokenizer: Tokenizer = field(repr=False)
     implementation: str | None = None
     programs: Programs = field(default_factory=Programs, repr=False)
+    _brought: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def weights(self) -> nnx.State:
@@ -107,9 +108,17 @@ class LLM:
         """
         encode = self.tokenizer.backend.encode
         ready = get_policy(policy).prepare(lambda text: tuple(encode(text, add_special_tokens=False).ids))
+        ready = ready.adapt(self.checkpoint.config)
         if isinstance(ready, Evict) and not type(ready).__module__.startswith("jkv."):
             try_score(ready)
         return ready
+
+    def bring(self, policy: Policy) -> Any:
+        """What a prepared policy brings; loaded on first use, and kept for the last policy that was used."""
+        if self._brought.get("policy") != policy:
+            self._brought.clear()
+            self._brought.update(policy=policy, arrays=policy.bring(self.checkpoint.config, self.dtype))
+        return self._brought["arrays"]
 
     def engine(
         self,

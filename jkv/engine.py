@@ -87,10 +87,12 @@ class Request(NamedTuple):
     Attributes:
         seed: two words, uint32 `[2]`, as `jkv.sampling.seed_words` gives them.
         eos: token ids that end a row, int32 `[N]`; -1 is none.
+        brought: what the policy brings, as `Policy.bring` gave it.
     """
 
     seed: Array
     eos: Array
+    brought: Any = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,7 @@ class Engine:
             block=self.prefill_block,
             implementation=self.spec.implementation,
         )
-        state = replace(state, shared=self.policy.read(state.shared, entered, prompt))
+        state = replace(state, shared=self.policy.read(state.shared, entered, prompt, request.brought))
         last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0).reshape(-1, 1, 1), axis=1)[:, 0]
 
         def draw(value: tuple[State, Drawn]) -> tuple[State, Drawn]:
@@ -240,7 +242,7 @@ class Engine:
         nothing = self._draw_nothing((steps, state.token.shape[0]), model.config.vocab_size)
 
         def step(state: State, _: None) -> tuple[State, Drawn]:
-            return self._draw(*self._decode_step(model, state), request)
+            return self._draw(*self._decode_step(model, state, request.brought), request)
 
         def block(carry: tuple[State, Drawn]) -> tuple[State, Drawn]:
             return lax.scan(step, carry[0], length=steps)
@@ -254,18 +256,20 @@ class Engine:
         stores = tuple(call(compact_store, self.at(i).policy, store) for i, store in enumerate(state.stores))
         return replace(state, stores=stores)
 
-    def _decode_step(self, model: Decoder, state: State) -> tuple[State, Array]:
+    def _decode_step(self, model: Decoder, state: State, brought: Any) -> tuple[State, Array]:
         """Feeds each row's last token through the layers: the new state and the logits `[B, V]`."""
         active, policy = ~state.done, self.policy
         x = model.embed(state.token)
         cos, sin = rope.cos_sin(model.config.rope, model.config.head_dim, state.pos)
-        plan, shared = policy.plan(state.shared, Step(model, state.stores, x, cos, sin, state.pos, active))
+        plan, shared = policy.plan(
+            state.shared, Step(model, state.stores, state.token, x, cos, sin, state.pos, active, brought)
+        )
         stores = []
         for index, (layer, store) in enumerate(zip(model.layers, state.stores, strict=True)):
             policy = self.at(index).policy
             heads = layer.heads(x, cos, sin)
             token = Token(*heads, token=state.token, pos=state.pos, active=active)
-            shared = policy.notice(shared, x, token)
+            shared = policy.notice(shared, x, token, brought)
             store = policy.append(store, token)
             attended = attend(heads.q, policy.select(store, heads.q, plan), return_probs=policy.needs_probs)
             store = policy.settle(store, attended)

@@ -182,7 +182,11 @@ class Run:
             engine=self.engine,
             weights=self.llm.weights,
             programs=self.llm.programs,
-            request=Request(jnp.asarray(seed_words(self.config.seed)), jnp.asarray(_pad_eos(eos), jnp.int32)),
+            request=Request(
+                jnp.asarray(seed_words(self.config.seed)),
+                jnp.asarray(_pad_eos(eos), jnp.int32),
+                self.llm.bring(self.policy),
+            ),
             prompts=[*(self.prompts[p] for p in which), *[[]] * idle],
             limits=[*(self.limit(p) for p in which), *[0] * idle],
             rows=[*rows, *[0] * idle],

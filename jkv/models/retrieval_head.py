@@ -81,11 +81,12 @@ class RetrievalHead(nnx.Module):
         """The head's own embedding of int32 tokens `[...]`, or else the target's, `embedded` `[..., E]`."""
         return embedded if self.embedding is None else self.embedding[...][tokens]
 
-    def fuse(self, hidden: Array) -> Array:
-        """Makes features of the target's hidden states.
+    def fuse(self, hidden: Array, *, first: int = 0) -> Array:
+        """Makes features of the target's hidden states, or what some of the states add to them.
 
         Args:
-            hidden: what entered the target's `feature_layers`, side by side, `[..., fused * E]`.
+            hidden: what entered the target's `feature_layers`, side by side, `[..., fused * E]`; or some of them.
+            first: number of the first of them.
 
         Returns:
             `[..., E]`.
@@ -95,7 +96,8 @@ class RetrievalHead(nnx.Module):
         """
         if self.fc is None:
             raise ValueError("a retrieval head without features fuses none; make it with features")
-        return self.fc(hidden)
+        begin = first * self.config.hidden_size
+        return jnp.einsum("...i,oi->...o", hidden, self.fc.kernel[...][:, begin : begin + hidden.shape[-1]])
 
     def heads(self, embedded: Array, features: Array | None, cos: Array, sin: Array) -> tuple[Array, Array]:
         """Makes the queries and keys of tokens.

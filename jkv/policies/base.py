@@ -11,7 +11,7 @@ from jax import Array
 
 import pallas_kernels
 from jkv.cache import Prompt, Slots, Token, View, fill, keep, put, resize, settled
-from jkv.config import CacheSpec
+from jkv.config import CacheSpec, ModelConfig
 from jkv.policies.fields import field_kinds, is_of, name_kinds
 from pallas_kernels import Attended
 
@@ -48,6 +48,16 @@ class Policy:
         del token_ids
         return self
 
+    def adapt(self, config: ModelConfig) -> "Policy":
+        """The policy for a model of these sizes; called once, before any compile."""
+        del config
+        return self
+
+    def bring(self, config: ModelConfig, dtype: str) -> Any:
+        """Arrays that the policy needs beside the model's, in the run's dtype; called once."""
+        del config, dtype
+        return ()
+
     def capacity(self, spec: CacheSpec) -> int:
         """Slots per kv head that a layer's store allocates."""
         return spec.max_len
@@ -75,9 +85,9 @@ class Policy:
         del spec, batch
         return ()
 
-    def read(self, shared: Any, x: Array, prompt: Prompt) -> Any:
+    def read(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
         """That state after a layer has read the prompts; `x` `[B, T, E]` is what entered the layer."""
-        del x, prompt
+        del x, prompt, brought
         return shared
 
     def plan(self, shared: Any, step: "Step") -> tuple[Any, Any]:
@@ -85,9 +95,9 @@ class Policy:
         del step
         return (), shared
 
-    def notice(self, shared: Any, x: Array, token: Token) -> Any:
+    def notice(self, shared: Any, x: Array, token: Token, brought: Any) -> Any:
         """The shared state once a layer has projected the token; `x` `[B, E]` is what entered the layer."""
-        del x, token
+        del x, token, brought
         return shared
 
     def ingest(self, spec: CacheSpec, prompt: Prompt) -> Any:
@@ -131,19 +141,23 @@ class Step(NamedTuple):
     Attributes:
         model: the model, a `jkv.models.decoder.Decoder`.
         stores: one store per layer.
+        token: its id, int32 `[B]`.
         x: the embedded token, `[B, E]`.
         cos, sin: rotation of its position, float32 `[B, D/2]`.
         pos: its position in the text, int32 `[B]`.
         active: rows that are still decoding, bool `[B]`.
+        brought: what `Policy.bring` gave.
     """
 
     model: Any
     stores: tuple[Any, ...]
+    token: Array
     x: Array
     cos: Array
     sin: Array
     pos: Array
     active: Array
+    brought: Any
 
 
 @dataclass(frozen=True, kw_only=True)
