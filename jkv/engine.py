@@ -175,7 +175,7 @@ class Engine:
         assert out is not None
         return replace(state, stores=tuple(stores)), out
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnames=("x", "state"))
+    @functools.partial(jax.jit, static_argnums=0, donate_argnames="x")
     def read_layer(
         self,
         weights: nnx.State,
@@ -193,7 +193,7 @@ class Engine:
             x: residual `[B, T, E]`; its buffer is taken over.
             tokens, length: as in `prefill`.
             place: whether this is the first, and whether it is the last layer, bool `[2]`.
-            state: the batch without stores; its buffers are taken over.
+            state: the batch without stores.
             request: seed and eos ids.
 
         Returns:
