@@ -12,7 +12,8 @@ from typing import Any, NoReturn, get_type_hints
 import jax
 import platformdirs
 
-from jkv.policies import describe, entry, names
+from jkv.config import CacheSpec
+from jkv.policies import Policy, describe, entry, names
 from jkv.run import GenerationConfig
 
 MODEL_HELP = "Hugging Face folder or hub id, GGUF file, or folder written by weights.convert; default: embedded model"
@@ -137,9 +138,26 @@ def explain(name: str) -> str:
     text = (inspect.getdoc(type(policy)) or "").split("\nAttributes:")[0].rstrip()
     lines = [name + (f" ({known.about})" if known.about else ""), "", text, "", "Fields and defaults:"]
     lines += [f"  {field} = {value!r}\n      {docs.get(field, '')}" for field, value in describe(policy)]
+    lines += ["", *describe_reading(policy)]
     if policy.paper:
         lines += ["", f"Paper: {policy.paper}"]
     return "\n".join(lines)
+
+
+def describe_reading(policy: Policy) -> list[str]:
+    """What a step reads in a model of 32 layers with 8 kv heads of 128, after a long prompt and a short answer."""
+    prompt, answer, layers = 30720, 2048, 32
+    length = prompt + answer
+    spec = CacheSpec(
+        num_kv_heads=8, group=4, head_dim=128, max_len=length, max_new=answer, max_prompt=prompt, dtype="bfloat16"
+    )
+    of_layers = [policy.at(layer, layers) for layer in range(layers)]
+    share = sum(own.bytes_read(spec, length) for own in of_layers) / (layers * Policy().bytes_read(spec, length))
+    tokens = " + ".join(f"{count:,} {part}" for part, count in of_layers[-1].tokens_read(spec, length).items())
+    return [
+        f"Read in the last step of an answer of {answer:,} tokens to a prompt of {prompt:,}: {tokens} tokens",
+        f"per kv head; {share:.1%} of the bytes that full attention reads (32 layers, 8 kv heads of 128).",
+    ]
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -214,7 +214,7 @@ class Engine:
             block=self.prefill_block,
             implementation=self.spec.implementation,
         )
-        state = replace(state, shared=self.policy.read(state.shared, entered, prompt, request.brought))
+        state = replace(state, shared=self.policy.read_prompt(state.shared, entered, prompt, request.brought))
         last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0).reshape(-1, 1, 1), axis=1)[:, 0]
 
         def draw(value: tuple[State, Drawn]) -> tuple[State, Drawn]:

@@ -55,7 +55,7 @@ class Retriever:
         del spec, batch
         return ()
 
-    def read(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
+    def read_prompt(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
         """That after a layer has read the prompts, `x` `[B, T, E]` having entered the layer."""
         del x, prompt, brought
         return shared
@@ -97,7 +97,7 @@ class Previous(Retriever):
         """No query yet."""
         return jnp.zeros((batch, spec.num_kv_heads, spec.group, spec.head_dim), spec.dtype)
 
-    def read(self, shared: Array, x: Array, prompt: Prompt, brought: Any) -> Array:
+    def read_prompt(self, shared: Array, x: Array, prompt: Prompt, brought: Any) -> Array:
         """The last query of the prompt."""
         del x, brought
         return shared if self.layer is None else fill(prompt, window=1).window[:, :, 0]
@@ -164,7 +164,7 @@ class Draft(Retriever):
             rope=extend(c, spec.max_len),
         )
 
-    def read(self, shared: DraftState, x: Array, prompt: Prompt, brought: Any) -> DraftState:
+    def read_prompt(self, shared: DraftState, x: Array, prompt: Prompt, brought: Any) -> DraftState:
         """The keys of the prompts, once everything that they are made of is there."""
         if self.layer is None:
             return shared

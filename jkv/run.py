@@ -113,7 +113,7 @@ class Stats:
         """Decoded tokens by decode seconds; None when only first tokens were drawn."""
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens and self.decode_seconds else None
 
-    def report(self) -> dict[str, float | int | None]:
+    def report(self) -> dict[str, float | int | dict[str, int] | None]:
         """The numbers as plain values; tokens per second can be recomputed from the others."""
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -127,6 +127,7 @@ class Stats:
             "kv_bytes_held": self.plan.kv_held,
             "metadata_bytes_held": self.plan.metadata_held,
             "kv_bytes_read_per_token": self.plan.kv_read,
+            "tokens_read_per_step": self.plan.tokens_read,
         }
 
 

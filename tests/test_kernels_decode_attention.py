@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import Implementation, NewToken, Notes, dispatch, shapes
+from pallas_kernels import Implementation, NewToken, Notes, Share, dispatch, shapes
 from pallas_kernels.decode_attention import split
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}
@@ -80,16 +80,28 @@ def check_attended(found, arguments: dict[str, Any], return_probs: bool) -> None
         check(found.probs, expected.probs, TOLERANCE[dtype.name] / 10)
     else:
         assert found.probs is None
-    check_notes(found.notes, **arguments)
+    check_written(found, arguments)
+
+
+def check_written(found, arguments: dict[str, Any]) -> None:
+    """The new token is where it belongs, and nothing else has changed."""
+    names = ("q", "length", "new", "notes")
+    check_notes(found.notes, **{name: arguments[name] for name in names})
     for name in "kv":
-        cache = np.array(arguments[name]).astype(np.float32)
-        if arguments["new"] is not None:
-            for b, h in np.argwhere(ACTIVE[:, None] & (arguments["length"] > 0)):
-                cache[b, h, arguments["length"][b, h] - 1] = getattr(arguments["new"], name)[b, h]
-        np.testing.assert_array_equal(np.asarray(getattr(found, name)).astype(np.float32), cache)
+        found_cache = np.asarray(getattr(found, name)).astype(np.float32)
+        np.testing.assert_array_equal(found_cache, filled(name, arguments))
 
 
-def check_notes(found, *, q, length, new, notes, **_) -> None:
+def filled(name: str, arguments: dict[str, Any]) -> np.ndarray:
+    """Keys or values with the new token among them."""
+    cache = np.array(arguments[name]).astype(np.float32)
+    if arguments["new"] is not None:
+        for b, h in np.argwhere(ACTIVE[:, None] & (arguments["length"] > 0)):
+            cache[b, h, arguments["length"][b, h] - 1] = getattr(arguments["new"], name)[b, h]
+    return cache
+
+
+def check_notes(found, *, q, length, new, notes) -> None:
     if new is None or notes is None:
         assert found is notes
         return
@@ -143,6 +155,69 @@ def test_eager(return_probs):
     # It multiplies what lies beyond the length by 0.
     arguments |= {name: jnp.nan_to_num(arguments[name]) for name in "kv"}
     check_attended(attend(Implementation("eager"), arguments, return_probs), arguments, return_probs)
+
+
+def tokens_beside(arguments: dict[str, Any], seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys and values of three sets of tokens, and which of them there are, `[B, H, S, T]`: some sets have none."""
+    rng = np.random.default_rng([seed, 7])
+    rows, heads, _, size = arguments["q"].shape
+    k, v = (rng.standard_normal((rows, heads, 3, 5, size), np.float32) for _ in "kv")
+    there = rng.random((rows, heads, 3, 5)) < 0.6
+    there[:, :, 1] = there[2, 0] = False
+    return k, v, there
+
+
+def share_of(q, k: np.ndarray, v: np.ndarray, there: np.ndarray) -> Share:
+    logits = np.einsum("bhgd,bhstd->bhsgt", np.asarray(q).astype(np.float32), k) * k.shape[-1] ** -0.5
+    weights = np.exp(logits) * there[:, :, :, None]
+    total = np.sum(weights, axis=-1)
+    out = np.einsum("bhsgt,bhstd->bhsgd", weights, v) / np.maximum(total, 1e-30)[..., None]
+    with np.errstate(divide="ignore"):
+        return Share(jnp.asarray(out), jnp.asarray(np.where(total > 0, np.log(total), -1e30), jnp.float32))
+
+
+def expect_kept(arguments: dict[str, Any], kept: np.ndarray, k=None, v=None, there=None) -> np.ndarray:
+    """A dense softmax over the slots that are `kept`, bool `[B, H, G, C]`, and over tokens beside them if given."""
+    q = np.asarray(arguments["q"]).astype(np.float64)
+    keys, values = (np.nan_to_num(filled(name, arguments)).astype(np.float64) for name in "kv")
+    if there is not None:
+        rows, heads, group, size = q.shape
+        keys, values = (np.concatenate([x, y.reshape(rows, heads, -1, size)], 2) for x, y in ((keys, k), (values, v)))
+        there = there.reshape(rows, heads, 1, -1)
+        kept = np.concatenate([kept, np.broadcast_to(there, (rows, heads, group, there.shape[-1]))], -1)
+    logits = np.where(kept, np.einsum("bhgd,bhcd->bhgc", q, keys) * q.shape[-1] ** -0.5, -np.inf)
+    weights = np.where(kept, np.exp(logits - np.max(logits, axis=-1, keepdims=True, initial=-1e30)), 0)
+    total = np.maximum(np.sum(weights, axis=-1, keepdims=True), 1e-30)
+    return np.einsum("bhgc,bhcd->bhgd", weights / total, values)
+
+
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("float32", 24), ("bfloat16", 24)])
+@pytest.mark.parametrize("name", ["xla", "eager", "triton", "mosaic"])
+def test_what_is_beside_takes_its_share(name, dtype, cores):
+    if name == "mosaic" and dtype == "float32":
+        pytest.skip("mosaic takes half precision only")
+    arguments = inputs(3, 64, 136, dtype)
+    if name in ("xla", "eager"):
+        arguments |= {name: jnp.nan_to_num(arguments[name]) for name in "kv"}
+    tokens = tokens_beside(arguments)
+    call = partial(pallas_kernels.decode_attention, implementation=kernel(name, cores))
+    found = jax.jit(call)(**arguments, beside=share_of(arguments["q"], *tokens))
+    kept = np.arange(136) < arguments["length"][:, :, None, None]
+    expected = expect_kept(arguments, np.broadcast_to(kept, (*arguments["q"].shape[:3], 136)), *tokens)
+    assert found.out.dtype == dtype
+    check(found.out, expected, TOLERANCE[dtype])
+    assert not np.any(np.asarray(found.out[2, 0]).astype(np.float32))  # neither slots nor tokens beside them
+    assert np.any(np.asarray(found.out[2, 1]).astype(np.float32))  # no slots
+    check_written(found, arguments)
+
+
+def test_what_is_beside_has_no_probabilities():
+    arguments = inputs(2, 16, 16, "float32")
+    share = share_of(arguments["q"], *tokens_beside(arguments))
+    with pytest.raises(ValueError, match="leave out beside or return_probs"):
+        pallas_kernels.decode_attention(**arguments, beside=share, return_probs=True)
+    with pytest.raises(ValueError, match="cudnn keeps the sum of exponentials to itself; use triton or xla"):
+        pallas_kernels.decode_attention(**arguments, beside=share, implementation=kernel("cudnn"))
 
 
 def primitives(jaxpr: Any, least: int) -> dict[str, list[Any]]:

@@ -46,6 +46,7 @@ def shorten(command: str) -> list[str]:
     if "--model" in words and "/" in words[words.index("--model") + 1]:
         at = words.index("--model")
         del words[at : at + 2]
+    words = [re.sub(r",head=\w+/[\w.-]+", "", word) for word in words]
     if words[2] == "jkv.generate":
         words += ["--max-new-tokens", "4"]
     if words[2] == "bench.compile_gate":

@@ -1,7 +1,9 @@
 """Policies that keep the whole text and read some of it: what they read, and that nothing is lost."""
 
 import functools
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,15 +18,18 @@ from jkv.models import rope
 from jkv.models.decoder import Decoder
 from jkv.models.retrieval_head import RetrievalHead, extend
 from jkv.policies import Evict, Policy, describe, entry, names
-from jkv.policies.quest import Quest
+from jkv.policies.gkv import GKV
+from jkv.policies.h2o import H2O
+from jkv.policies.quest import PagedReading, Quest
 from jkv.policies.shadowkv import ShadowKV
 from jkv.policies.specontext import SpeContext
 from jkv.prompt import read_prompt
-from models import KINDS, Trace, batch, make_engine, request, run, tiny
+from models import KINDS, Trace, batch, dense, make_engine, request, run, tiny, visible
 from reads import Reads, tell_reads
 from weights.eagle import load_head
 
 SELECTORS = [name for name in names() if name != "full" and not isinstance(entry(name).policy, Evict)]
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 # About the sizes of chunks and pages, and long.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 109)
 
@@ -217,3 +222,39 @@ def test_a_draft_follows_the_text_while_it_is_decoded(drafts):
 def test_drafts_of_another_model_are_refused(drafts):
     with pytest.raises(ValueError, match=r"config\.json"):
         SpeContext(head=drafts["official"]).adapt(tiny("qwen2-3", num_layers=4).config)
+
+
+def test_a_selection_over_what_an_evicting_policy_keeps():
+    program = next(text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "QuestOverGKV" in text)
+    space: dict[str, Any] = {"__name__": __name__}
+    exec(compile(program, "README.md", "exec", dont_inherit=True), space)
+    sizes = {"budget": 24, "window": 4, "interval": 6, "page": 4}
+    both = space["QuestOverGKV"](read=12, **sizes)
+    policy, reads = tell_reads(both)
+    lengths, new = (60, 33), 20
+    trace = run(model_of("llama"), policy, [text(n) for n in lengths], new, longest=64)
+    jax.effects_barrier()
+    assert {len(held) for sets in reads.sets.values() for held in sets.ravel()} <= {*range(9, 13)}
+    for row, length in enumerate(lengths):
+        tokens = text(length) + trace.tokens[row, :-1].tolist()
+        seen = reads.mask(2, row, length, len(tokens))
+        assert not np.any(seen & ~visible(trace, row, length, len(tokens))[:, :, None]), "what was evicted was read"
+        expected, _ = dense(model_of("llama"), tokens, seen)
+        assert np.max(np.abs(trace.logits[row] - expected[length - 1 :])) < 1e-4
+    # Reading everything that is kept is the evicting policy.
+    whole = replace(both, read=40)
+    for name in ("logits", "tokens"):
+        found, expected = (
+            getattr(run(model_of("llama"), one, [text(n) for n in lengths], new, longest=64), name)
+            for one in (whole, GKV(budget=24, window=4, interval=6))
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def test_pages_of_a_policy_that_sums_attention_are_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class QuestOverH2O(PagedReading, H2O):
+        """Needs what is not read."""
+
+    with pytest.raises(ValueError, match="policy QuestOverH2O: a sum of attention needs all slots"):
+        QuestOverH2O()

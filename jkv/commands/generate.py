@@ -309,10 +309,19 @@ def _print_report(run: Run) -> None:
     )
     _say(
         f"kv held {format_bytes(plan.kv_held)} (+ {format_bytes(plan.metadata_held)} beside it) for {run.batch_size} "
-        f"rows of {plan.capacity} slots; kv read {format_bytes(plan.kv_read)} a token at most"
+        f"rows of {plan.capacity} slots; kv read {format_bytes(plan.kv_read)} a token at most, "
+        f"{' + '.join(f'{count} {part}' for part, count in plan.tokens_read.items())} tokens per kv head"
     )
-    if run.policy.most(stats.longest_text) >= stats.longest_text and run.policy.most(FAR) < FAR:
-        _say("note: no text outgrew the budget, so nothing was evicted")
+    if run.policy.most(FAR) < FAR:
+        if run.policy.most(stats.longest_text) >= stats.longest_text:
+            _say("note: no text outgrew the budget, so nothing was evicted")
+    elif _read(run, FAR) < FAR and _read(run, stats.longest_text) >= stats.longest_text:
+        _say("note: no text outgrew the budget, so every step read all of it")
+
+
+def _read(run: Run, length: int) -> int:
+    """Tokens that a step reads of a text of that length."""
+    return sum(run.policy.tokens_read(run.engine.spec, length).values())
 
 
 def _row(item: Item, result: Result) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Policy:
         del spec, batch
         return ()
 
-    def read(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
+    def read_prompt(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
         """That state after a layer has read the prompts; `x` `[B, T, E]` is what entered the layer."""
         del x, prompt, brought
         return shared

@@ -27,25 +27,34 @@ class PagedReading(Policy):
         share: "group": one choice for the query heads of a kv head, by the largest bound among them; "head": each
             query head has its own.
         last: always read the page that is being filled, within the budget; otherwise it is chosen as all others are.
-        dense: first layers that read everything.
     """
 
     page: int = 16
     share: Literal["group", "head"] = "group"
     last: bool = True
-    dense: int = 2
 
     def __post_init__(self) -> None:
         """Raises ValueError when a field is out of range."""
         super().__post_init__()
         whole = 1 <= self.page <= 64 and self.page & (self.page - 1) == 0
         require(self, whole, "page", "a power of two from 1 to 64 slots")
-        require(self, self.dense >= 0, "dense", "0 or more layers")
+        if self.needs_probs:
+            raise ValueError(f"policy {type(self).__name__}: a sum of attention needs all slots; read no pages of it")
 
     @property
     def pages(self) -> int:
         """Pages that a step reads."""
         raise TypeError(f"policy {type(self).__name__} does not say how many pages it reads")
+
+    def tokens_read(self, spec: CacheSpec, length: int) -> dict[str, int]:
+        """Whole pages, one of which is being filled."""
+        held = sum(super().tokens_read(spec, length).values())
+        return {"selected pages": min(held, self.pages * self.page)}
+
+    def bytes_read(self, spec: CacheSpec, length: int) -> int:
+        """The pages, and the bounds of all."""
+        held = sum(super().tokens_read(spec, length).values())
+        return super().bytes_read(spec, length) + 2 * spec.vector_bytes * spec.num_kv_heads * -(-held // self.page)
 
     def ingest(self, spec: CacheSpec, prompt: Prompt) -> Slots:
         """The slots with the bounds of their pages."""
@@ -98,16 +107,19 @@ class Quest(PagedReading):
 
     Attributes:
         budget: tokens read per kv head, the page that is being filled included; 3 pages at least.
+        dense: first layers that read everything.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.10774"
 
     budget: int = 2048
+    dense: int = 2
 
     def __post_init__(self) -> None:
         """Raises ValueError when a field is out of range."""
         super().__post_init__()
         require(self, self.budget >= 3 * self.page, "budget", f"at least 3 pages of {self.page} tokens")
+        require(self, self.dense >= 0, "dense", "0 or more layers")
 
     @property
     def pages(self) -> int:
@@ -118,15 +130,6 @@ class Quest(PagedReading):
         """The first layers are dense."""
         del layers
         return Full() if layer < self.dense else self
-
-    def tokens_read(self, spec: CacheSpec, length: int) -> dict[str, int]:
-        """Whole pages, one of which is being filled."""
-        del spec
-        return {"selected pages": min(length, self.pages * self.page)}
-
-    def bytes_read(self, spec: CacheSpec, length: int) -> int:
-        """The pages, and the bounds of all."""
-        return super().bytes_read(spec, length) + 2 * spec.vector_bytes * spec.num_kv_heads * -(-length // self.page)
 
 
 preset("quest@eval", Quest(share="head", last=False), "as Quest's evaluation code: pages for each query head")

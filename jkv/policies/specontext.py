@@ -108,9 +108,9 @@ class SpeContext(Policy):
         """What the head remembers."""
         return self._retriever.shared(spec, batch)
 
-    def read(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
+    def read_prompt(self, shared: Any, x: Array, prompt: Prompt, brought: Any) -> Any:
         """The head may read along."""
-        return self._retriever.read(shared, x, prompt, brought)
+        return self._retriever.read_prompt(shared, x, prompt, brought)
 
     def notice(self, shared: Any, x: Array, token: Token, brought: Any) -> Any:
         """The head may take notice."""
