@@ -30,13 +30,16 @@ from bench.gate_operations import OPERATIONS
 from bench.gate_rows import Row, all_rows, quick_rows
 from bench.gpu_target import TARGETS
 from bench.machine import describe_machine
-from pallas_kernels.shapes import CACHES
+from bench.models import MODELS
+from pallas_kernels.shapes import RUNS, SELECTED
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 MOST_TEMP = 64 * MIB  # of a decode step, beside its logits
 MOST_TRAFFIC = 1.10  # times the floor, of a decode step
 MOST_LAUNCHES = 12  # of a layer, in a decode step; one more where parts of a row's attention are combined
+# Where a step chooses what it reads.
+MOST_TRAFFIC_SELECTED, MOST_LAUNCHES_SELECTED = 1.15, 20
 SECONDS = 900.0  # for one row
 
 
@@ -123,18 +126,22 @@ def find_problems(row: Row, figures: Figures) -> Iterator[str]:
     if row.program in OPERATIONS and row.implementation not in ("xla", "eager") and not program.called:
         yield "calls no kernel of its own"
     if row.program == "decode":
-        most = MOST_LAUNCHES + (CACHES[row.shape].batch == 1)
-        yield from find_decode_problems(figures, most)
+        yield from find_decode_problems(row, figures)
 
 
-def find_decode_problems(figures: Figures, most_launches: int) -> Iterator[str]:
+def find_decode_problems(row: Row, figures: Figures) -> Iterator[str]:
     """Why a decode step is refused beside that."""
-    if figures.temp - figures.logits > MOST_TEMP:
-        yield f"needs {(figures.temp - figures.logits) / MIB:.1f} MiB beside its logits, more than {MOST_TEMP // MIB}"
-    if figures.ratio > MOST_TRAFFIC:
-        yield f"moves {figures.ratio:.2f} times the floor, more than {MOST_TRAFFIC}"
-    if (figures.per_layer or 0) > most_launches:
-        yield f"launches {figures.per_layer:g} kernels a layer, more than {most_launches}"
+    run, selects = RUNS[row.shape], row.shape in SELECTED
+    traffic = MOST_TRAFFIC_SELECTED if selects else MOST_TRAFFIC
+    launches = MOST_LAUNCHES_SELECTED if selects else MOST_LAUNCHES + (run.batch == 1)
+    # A score for each token and query head, where tokens are chosen one by one.
+    beside = figures.logits + (run.batch * MODELS[row.model].num_heads * run.capacity * 4 if selects else 0)
+    if figures.temp - beside > MOST_TEMP:
+        yield f"needs {(figures.temp - beside) / MIB:.1f} MiB beside its logits, more than {MOST_TEMP // MIB}"
+    if figures.ratio > traffic:
+        yield f"moves {figures.ratio:.2f} times the floor, more than {traffic}"
+    if (figures.per_layer or 0) > launches:
+        yield f"launches {figures.per_layer:g} kernels a layer, more than {launches}"
     for loop in figures.program.open_loops:
         yield f"the host waits for {loop}, whose length depends on data"
 

@@ -4,16 +4,17 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.gpu_target import Target
 from bench.hlo import Module, parse_module
 from bench.kernel_stats import DUMP_OPTIONS, Kernel, read_kernels, read_printed
-from bench.traffic import Copy, Traffic, read_traffic
+from bench.traffic import Copy, Traffic, kernel_name, read_traffic
 
 # The sum of a matrix product is not split and added up by a second kernel: whether that pays, XLA finds out on a GPU by
 # trying, and would guess here.
@@ -58,7 +59,14 @@ class Compiled:
         return sum(nbytes for name, nbytes in self.arguments.items() if re.search(pattern, name))
 
 
-def compile_lowered(lowered: Any, target: Target, *, watched: str, runs: int = 1) -> Compiled:
+def compile_lowered(
+    lowered: Any,
+    target: Target,
+    *,
+    watched: str,
+    runs: int = 1,
+    reads: Mapping[str, float] = MappingProxyType({}),
+) -> Compiled:
     """Compiles a program and reads it.
 
     Args:
@@ -66,6 +74,7 @@ def compile_lowered(lowered: Any, target: Target, *, watched: str, runs: int = 1
         target: the GPU.
         watched: pattern of the names of the arguments, such as ``state.stores[0].k``, that must not be copied.
         runs: how many times the program does what one run of it is meant to be, such as the steps of a block.
+        reads: bytes that kernels read by index, by name of the kernel.
 
     Raises:
         ValueError: no argument is called like that.
@@ -83,7 +92,7 @@ def compile_lowered(lowered: Any, target: Target, *, watched: str, runs: int = 1
     if not numbers:
         raise ValueError(f"no argument matches {watched!r}; the program has {', '.join(names.values())}")
     added_to = frozenset(number for number, name in names.items() if re.search(ADDED_TO, name))
-    traffic = read_traffic(module, added_to=added_to)
+    traffic = read_traffic(module, added_to=added_to, reads=reads)
     called = called_kernels(traffic)
     known = [kernel.name for kernel in kernels]
     unread += [name for name in called if not any(name in other for other in known)]
@@ -110,15 +119,8 @@ def compile_lowered(lowered: Any, target: Target, *, watched: str, runs: int = 1
 
 def called_kernels(traffic: Traffic) -> list[str]:
     """Names of the kernels that the program calls, other than XLA's own."""
-    names = []
-    for step in traffic.steps:
-        call = step.instruction
-        if "triton" in call.target:
-            found = re.search(r'\bname = "([^"]+)"', call.attributes)
-            names.append(found[1] if found else call.name)
-        elif "mosaic" in call.target:
-            names.append("mosaic")
-    return list(dict.fromkeys(names))
+    names = (kernel_name(step.instruction) for step in traffic.steps)
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def argument_names(module: Module) -> dict[int, str]:

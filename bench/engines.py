@@ -11,7 +11,7 @@ from flax import nnx
 
 from jkv.config import CacheSpec, ModelConfig
 from jkv.engine import Call, Engine, Request, State
-from jkv.policies import Evict, Policy, get_policy
+from jkv.policies import Evict, Policy, describe, get_policy
 from jkv.sampling import Sampling
 from pallas_kernels import Implementation
 from pallas_kernels.shapes import Cache
@@ -22,10 +22,15 @@ LONGEST_TEXT = 32768
 
 
 def make_policy(text: str, cache: Cache | None = None) -> Policy:
-    """The policy that `text` describes; one that evicts compacts to what `cache` keeps, each time that it is full."""
+    """The policy that `text` describes; one that evicts compacts to what `cache` keeps, each time that it is full.
+
+    One that selects reads so many tokens.
+    """
     policy = get_policy(text).prepare(lambda text: tuple(text.encode()))
     if cache is not None and isinstance(policy, Evict):
         policy = replace(policy, budget=cache.kept, interval=cache.capacity - cache.kept)
+    elif cache is not None and "budget" in dict(describe(policy)):
+        policy = replace(policy, budget=cache.kept)  # pyright: ignore[reportCallIssue]
     return policy
 
 

@@ -13,11 +13,12 @@ from bench.gate_operations import OPERANDS, OPERATIONS, make_operation
 from bench.gate_rows import DTYPE, Row, choose_implementation, engine_call
 from bench.gpu_target import TARGETS, Target, lower_for, mosaic_for, place
 from bench.models import MODELS
+from jkv.engine import Engine
 from pallas_kernels import shapes
 
 # Two depths of a model: what a layer adds is their difference, and the real model is as much deeper.
 DEPTHS = (2, 4)
-CACHE = r"\b(store|stores\[\d+\])\.(k|v)$"
+CACHE = r"\b(store|stores\[\d+\])\.((exact\.)?[kv]|a)$"
 SUMS = r"\.extra\['mass'\]$"  # which each step adds to: read and written
 WEIGHTS = r"^weights\b"
 READ = rf"^(?!.*{ADDED_TO})"  # of an operation's arguments, those that it needs in full
@@ -87,7 +88,7 @@ def _figures(program: Compiled, donated: str | None) -> Figures:
 
 def _measure_operation(row: Row, target: Target) -> Figures:
     implementation = choose_implementation(row.implementation, target)
-    operation = make_operation(row.program, shapes.MODELS[row.model], shapes.CACHES[row.shape], implementation)
+    operation = make_operation(row.program, shapes.MODELS[row.model], shapes.RUNS[row.shape], implementation)
     jitted = jax.jit(operation.function, donate_argnums=operation.donated)
     program = compile_lowered(lower_for(target, jitted, *place(operation.args, target)), target, watched=OPERANDS)
     return _figures(program, OPERANDS if operation.donated else None)
@@ -96,11 +97,35 @@ def _measure_operation(row: Row, target: Target) -> Figures:
 def _compile_call(row: Row, target: Target, layers: int, watched: str) -> Compiled:
     call = engine_call(row, target, layers)
     lowered = lower_for(target, call.function, call.static, *place(call.args, target), **call.options)
-    return compile_lowered(lowered, target, watched=watched, runs=call.options.get("steps", 1))
+    reads = bytes_by_index(row, call.static) if row.program == "decode" else {}
+    return compile_lowered(lowered, target, watched=watched, runs=call.options.get("steps", 1), reads=reads)
+
+
+def bytes_by_index(row: Row, engine: Engine) -> dict[str, float]:
+    """What the kernels that read by index read of one layer in a step: keys and values of what the policy reads."""
+    if row.shape not in shapes.SELECTED:
+        return {}
+    spec, cache = engine.spec, shapes.SELECTED[row.shape]
+    read = dict(engine.at(engine.config.num_layers - 1).policy.tokens_read(spec, cache.capacity))
+    vector = cache.batch * spec.num_kv_heads * spec.vector_bytes
+    made = read.pop("selected") if row.policy.startswith("shadowkv") else 0
+    rank = min(getattr(engine.policy, "rank", 0), spec.num_kv_heads * spec.head_dim)
+    return {
+        "gather_attention": 2 * vector * sum(read.values()),
+        "lowrank_attention": vector * (made * (1 + rank / spec.head_dim) + rank),
+    }
+
+
+def bytes_read(row: Row, target: Target) -> int:
+    """What the policy has to read of all layers' stores in a step."""
+    config, cache = MODELS[row.model], shapes.RUNS[row.shape]
+    engine = engine_call(row, target, config.num_layers).static
+    of_layers = (engine.at(layer).policy for layer in range(config.num_layers))
+    return cache.batch * sum(policy.bytes_read(engine.spec, cache.capacity) for policy in of_layers)
 
 
 def _measure_decode(row: Row, target: Target) -> Figures:
-    config, batch = MODELS[row.model], shapes.CACHES[row.shape].batch
+    config, batch = MODELS[row.model], shapes.RUNS[row.shape].batch
     small, large = (_compile_call(row, target, layers, f"{CACHE}|{MATRICES}") for layers in DEPTHS)
 
     def per_layer(figure: Callable[[Compiled], float]) -> float:
@@ -120,7 +145,8 @@ def _measure_decode(row: Row, target: Target) -> Figures:
         launches=round(at_depth(lambda p: p.launches)),
         per_layer=per_layer(lambda p: p.launches),
         moved=at_depth(lambda p: p.moved),
-        floor=at_depth(lambda p: p.size(WEIGHTS) + p.size(CACHE) + 2 * p.size(SUMS))
+        floor=at_depth(lambda p: p.size(WEIGHTS) + 2 * p.size(SUMS))
+        + bytes_read(row, target)
         - unread
         + config.num_layers * appended,
         # Kernels of Mosaic tell of themselves when they are compiled first.

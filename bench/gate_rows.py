@@ -22,8 +22,8 @@ from jkv.policies.registry import names
 from pallas_kernels import Implementation, dispatch, shapes
 
 PROMPTS = {"b8-t2048": (8, 2048), "b1-t16384": (1, 16384)}  # rows, tokens
-EVICT_CACHES = ("b128-k512", "b64-k1024", "b32-k2048", "b1-k2048")
 FULL_CACHES = ("b16-full16k", "b4-full34k")
+SELECT_CACHES = ("b16-32k2k", "b32-2k16k", "b32-2k32k", "b16-16k2k", "b1-32k2k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Row:
             `gate_operations.OPERATIONS` or of `gate_controls.CONTROLS`.
         model: of `models.MODELS`; of `shapes.MODELS` for an operation.
         policy: its name; empty for an operation.
-        shape: of `shapes.CACHES`; of `PROMPTS` for read_layer.
+        shape: of `shapes.RUNS`; of `PROMPTS` for read_layer.
         implementation: as a user gives it; None is what runs there without being asked for.
     """
 
@@ -81,6 +81,8 @@ def quick_rows(implementation: str | None) -> Iterator[Row]:
     for model, policies in quick.items():
         for policy in policies:
             rows += policy_rows("h200", model, policy, caches=("b64-k1024",), prompts=())
+    for policy in ("quest", "shadowkv", "specontext"):
+        rows += policy_rows("h200", "llama-8b", policy, caches=("b64-k1024",), prompts=())
     for policy in ("full", "rkv"):
         rows += policy_rows("a100", "qwen-7b", policy, caches=("b1-k2048",), prompts=("b8-t2048",))
     return (replace(row, implementation=implementation) for row in rows)
@@ -95,11 +97,15 @@ def operation_rows(gpu: str, models: Iterable[str], caches: Iterable[str]) -> It
 
 
 def policy_rows(gpu: str, model: str, policy: str, *, caches: Sequence[str], prompts: Iterable[str]) -> Iterator[Row]:
-    """The programs of one model and policy; full attention has its own caches, as many of them."""
-    evicts = isinstance(get_policy(policy), Evict)
-    for cache in caches if evicts else FULL_CACHES[: len(caches)]:
+    """The programs of one model and policy; one that does not evict has caches of its own, few if `caches` are few."""
+    known = get_policy(policy)
+    if policy == "full":
+        caches = FULL_CACHES[: len(caches)]
+    elif not isinstance(known, Evict):
+        caches = SELECT_CACHES if len(caches) > 1 and "@" not in policy else SELECT_CACHES[:1]
+    for cache in caches:
         yield Row(gpu=gpu, program="decode", model=model, policy=policy, shape=cache)
-        if evicts:
+        if known.interval:
             yield Row(gpu=gpu, program="compact_store", model=model, policy=policy, shape=cache)
     for prompt in prompts:
         yield Row(gpu=gpu, program="read_layer", model=model, policy=policy, shape=prompt)
@@ -132,9 +138,9 @@ def choose_implementation(name: str | None, target: Target) -> Implementation:
 
 def _make_engine(row: Row, target: Target, config: Any) -> tuple[int, int, Engine]:
     """Rows, tokens of the prompts, and the engine."""
-    cache = shapes.CACHES.get(row.shape)
+    cache = shapes.RUNS.get(row.shape)
     policy = make_policy(row.policy, cache)
-    batch, length = (cache.batch, 32) if cache else PROMPTS[row.shape]
+    batch, length = (cache.batch, cache.prompt) if cache else PROMPTS[row.shape]
     evicts = isinstance(policy, Evict)
     implementation = choose_implementation(policy.implementation or row.implementation, target)
     longest = cache.capacity if cache and not evicts else LONGEST_TEXT

@@ -3,11 +3,13 @@
 Every instruction that is a kernel or a copy counts once for each round of its loops. It reads what its result needs of
 each operand, so a slice costs the slice, and writes its result, so an update in place costs the update. A kernel of
 ours counts each operand once and each result once; a result in an operand's buffer is that operand, and free where the
-kernel is known to do no more than add to it.
+kernel is known to do no more than add to it. What a kernel reads by index the text does not tell, and has to be given.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from bench.effects import read_effect
 from bench.hlo import Computation, Instruction, Module, skip
@@ -98,9 +100,17 @@ class Traffic:
         return found
 
 
-def read_traffic(module: Module, *, added_to: frozenset[int] = frozenset()) -> Traffic:
-    """Counts one run of a program; kernels that update the arguments of numbers `added_to` change a few elements."""
-    return _Reader(module, added_to).read()
+def read_traffic(
+    module: Module, *, added_to: frozenset[int] = frozenset(), reads: Mapping[str, float] = MappingProxyType({})
+) -> Traffic:
+    """Counts one run of a program.
+
+    Args:
+        module: the program.
+        added_to: numbers of the arguments of which kernels that update them change a few elements.
+        reads: bytes that kernels read, by the name of those that read by index.
+    """
+    return _Reader(module, added_to, reads).read()
 
 
 Origins = dict[str, list[int | None]]
@@ -109,9 +119,10 @@ Origins = dict[str, list[int | None]]
 class _Reader:
     """Walks the computations that run, and follows where each buffer comes from."""
 
-    def __init__(self, module: Module, added_to: frozenset[int]):
+    def __init__(self, module: Module, added_to: frozenset[int], reads: Mapping[str, float]):
         self.module = module
         self.added_to = added_to
+        self.reads = reads
         self.traffic = Traffic()
 
     def read(self) -> Traffic:
@@ -208,6 +219,7 @@ class _Reader:
                 if given[operand][0] in self.added_to:
                     effect.needed[operand] = 0
         read = sum(effect.needed.get(i, 0) * operand.shapes[0].bits / 8 for i, operand in enumerate(operands))
+        read = self.reads.get(kernel_name(instruction) or "", read)
         written = sum(effect.written[i] * shape.bits / 8 for i, shape in enumerate(instruction.shapes))
         moved: dict[int, float] = {}
         for result, carried in effect.carried.items():
@@ -236,6 +248,14 @@ class _Reader:
                 elif user.opcode not in FREE and position[user.name] > position[instruction.name]:
                     return False
         return True
+
+
+def kernel_name(call: Instruction) -> str | None:
+    """The name of a kernel that is not XLA's own."""
+    if "triton" in call.target:
+        found = re.search(r'\bname = "([^"]+)"', call.attributes)
+        return found[1] if found else call.name
+    return "mosaic" if "mosaic" in call.target else None
 
 
 def runs_once(condition: Computation, body: Computation) -> bool:

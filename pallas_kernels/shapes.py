@@ -23,14 +23,16 @@ class Cache:
     Attributes:
         batch: rows.
         capacity: slots.
-        kept: slots that a compaction leaves.
+        kept: slots that a compaction leaves, or tokens that a step reads.
         window: tokens of the observation window.
+        prompt: tokens of each prompt, where they matter.
     """
 
     batch: int
     capacity: int
     kept: int
     window: int = 16
+    prompt: int = 32
 
 
 MODELS = {
@@ -50,3 +52,13 @@ CACHES = {
     "b16-full16k": Cache(batch=16, capacity=16384, kept=16384),
     "b4-full34k": Cache(batch=4, capacity=34816, kept=34816),
 }
+
+# Prompts and answers of 2,048 tokens to 32,768, of which a step reads 2,048.
+SELECTED = {
+    "b32-2k16k": Cache(batch=32, capacity=18432, kept=2048, prompt=2048),
+    "b32-2k32k": Cache(batch=32, capacity=34816, kept=2048, prompt=2048),
+    "b16-16k2k": Cache(batch=16, capacity=18432, kept=2048, prompt=16384),
+    "b16-32k2k": Cache(batch=16, capacity=34816, kept=2048, prompt=32768),
+    "b1-32k2k": Cache(batch=1, capacity=34816, kept=2048, prompt=32768),
+}
+RUNS = CACHES | SELECTED
