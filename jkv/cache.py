@@ -115,7 +115,10 @@ class View:
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number of each page's keys in every channel, `[B, H, P, D]`; 0 for an empty page."""
+    """The least and the greatest number of each page's keys in every channel, `[B, H, P, D]`.
+
+    Those of an empty page are infinity and its negative; a score that is made of them has no meaning.
+    """
 
     low: Array
     high: Array

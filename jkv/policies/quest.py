@@ -141,31 +141,17 @@ def bound_pages(slots: Slots, size: int) -> Slots:
     room = -capacity % size
     filled = jnp.pad(slots.filled, ((0, 0), (0, 0), (0, room))).reshape(batch, heads, -1, size, 1)
     k = jnp.pad(slots.k, ((0, 0), (0, 0), (0, room), (0, 0))).reshape(batch, heads, -1, size, dim)
-    least = jnp.min(jnp.where(filled, k, jnp.inf), axis=3)
-    most = jnp.max(jnp.where(filled, k, -jnp.inf), axis=3)
-    some = filled[:, :, :, 0]  # or an empty page would have infinite bounds, whose products are no numbers
-    return replace(slots, bounds=Bounds(jnp.where(some, least, 0), jnp.where(some, most, 0)))
+    low, high = jnp.min(jnp.where(filled, k, jnp.inf), axis=3), jnp.max(jnp.where(filled, k, -jnp.inf), axis=3)
+    return replace(slots, bounds=Bounds(low, high))
 
 
 def widen_page(slots: Slots, token: Token, size: int) -> Slots:
     """The bounds with the key of the token that has just been appended."""
     assert slots.bounds is not None
+    low, high = slots.bounds
     batch, heads = slots.length.shape
     row, head = jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.arange(heads, dtype=jnp.int32)[None]
-    slot = jnp.maximum(slots.length - 1, 0)
-    first, page = (slot % size == 0)[..., None], slot // size
-    # The others write out of bounds, which is dropped.
-    to = jnp.where(token.active[:, None], page, slots.bounds.low.shape[2])
-    k = token.k.astype(slots.k.dtype)
-
-    def widen(x: Array, wider: Array) -> Array:
-        value = jnp.where(first, k, wider)
-        return x.at[row, head, to].set(value, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-    low, high = slots.bounds
-    return replace(
-        slots,
-        bounds=Bounds(
-            widen(low, jnp.minimum(k, low[row, head, page])), widen(high, jnp.maximum(k, high[row, head, page]))
-        ),
-    )
+    # Rows without a token write out of bounds, which is dropped.
+    page = jnp.where(token.active[:, None], jnp.maximum(slots.length - 1, 0) // size, low.shape[2])
+    k, how = token.k.astype(low.dtype), {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    return replace(slots, bounds=Bounds(low.at[row, head, page].min(k, **how), high.at[row, head, page].max(k, **how)))
