@@ -21,8 +21,8 @@ KERNELS: dict[str, tuple[Name, ...]] = {
     "select_top": ("triton",),
     "compact": ("triton",),
     "rms_norm": ("triton",),
-    "gather_attention": (),
-    "page_scores": (),
+    "gather_attention": ("triton",),
+    "page_scores": ("triton",),
     "lowrank_attention": (),
 }
 

@@ -176,14 +176,14 @@ def share_of(q, k: np.ndarray, v: np.ndarray, there: np.ndarray) -> Share:
         return Share(jnp.asarray(out), jnp.asarray(np.where(total > 0, np.log(total), -1e30), jnp.float32))
 
 
-def expect_kept(arguments: dict[str, Any], kept: np.ndarray, k=None, v=None, there=None) -> np.ndarray:
-    """A dense softmax over the slots that are `kept`, bool `[B, H, G, C]`, and over tokens beside them if given."""
+def expect_kept(arguments: dict[str, Any], kept: np.ndarray, *beside: np.ndarray) -> np.ndarray:
+    """A dense softmax over the slots that are `kept`, bool `[B, H, G, C]`, and over what `tokens_beside` gives."""
     q = np.asarray(arguments["q"]).astype(np.float64)
     keys, values = (np.nan_to_num(filled(name, arguments)).astype(np.float64) for name in "kv")
-    if there is not None:
-        rows, heads, group, size = q.shape
-        keys, values = (np.concatenate([x, y.reshape(rows, heads, -1, size)], 2) for x, y in ((keys, k), (values, v)))
-        there = there.reshape(rows, heads, 1, -1)
+    if beside:
+        rows, heads, group, _ = q.shape
+        k, v, there = (x.reshape(rows, heads, -1, *x.shape[4:]) for x in beside)
+        keys, values, there = np.concatenate([keys, k], 2), np.concatenate([values, v], 2), there[:, :, None]
         kept = np.concatenate([kept, np.broadcast_to(there, (rows, heads, group, there.shape[-1]))], -1)
     logits = np.where(kept, np.einsum("bhgd,bhcd->bhgc", q, keys) * q.shape[-1] ** -0.5, -np.inf)
     weights = np.where(kept, np.exp(logits - np.max(logits, axis=-1, keepdims=True, initial=-1e30)), 0)
@@ -191,11 +191,17 @@ def expect_kept(arguments: dict[str, Any], kept: np.ndarray, k=None, v=None, the
     return np.einsum("bhgc,bhcd->bhgd", weights / total, values)
 
 
-@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("float32", 24), ("bfloat16", 24)])
-@pytest.mark.parametrize("name", ["xla", "eager", "triton", "mosaic"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "cores"),
+    [
+        ("xla", "float32", 1),
+        ("eager", "float32", 1),
+        ("triton", "float32", 24),
+        ("triton", "bfloat16", 1),
+        ("mosaic", "bfloat16", 24),
+    ],
+)
 def test_what_is_beside_takes_its_share(name, dtype, cores):
-    if name == "mosaic" and dtype == "float32":
-        pytest.skip("mosaic takes half precision only")
     arguments = inputs(3, 64, 136, dtype)
     if name in ("xla", "eager"):
         arguments |= {name: jnp.nan_to_num(arguments[name]) for name in "kv"}

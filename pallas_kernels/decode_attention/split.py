@@ -105,16 +105,12 @@ def combine(
         `[B, H, G, C]` or None.
     """
     out, lse = partials.out[..., :group, :], partials.lse[..., :group]
-    if beside is not None:
-        out, lse = (
-            jnp.concatenate(parts, axis=2) for parts in ((out.astype(jnp.float32), beside.out), (lse, beside.lse))
-        )
-    if out.shape[2] == 1:
+    if out.shape[2] == 1 and beside is None:
         out, lse = out[:, :, 0], lse[:, :, 0]
     else:
-        # A pair in one number makes one kernel: XLA would split a maximum, a sum and a weighted sum over several.
-        pairs = lax.complex(jnp.broadcast_to(lse[..., None], out.shape), out)
-        pairs = lax.reduce(pairs, np.complex64(MASKED), _merge, (2,))
+        pairs = _join(out, lse)
+        if beside is not None:
+            pairs = _merge(pairs, _join(*beside))
         out, lse = pairs.imag, pairs.real[..., 0]
     if partials.logits is None:
         return out, None
@@ -123,8 +119,17 @@ def combine(
     return out, jnp.where(slot < length[..., None, None], probs, 0.0)
 
 
+def _join(out: Array, lse: Array) -> Array:
+    """Parts as one, lse + i out, `[B, H, G, D]`.
+
+    A pair in one number makes one kernel: XLA would split a maximum, a sum and a weighted sum over several.
+    """
+    pairs = lax.complex(jnp.broadcast_to(lse[..., None], out.shape), out.astype(jnp.float32))
+    return lax.reduce(pairs, np.complex64(MASKED), _merge, (2,))
+
+
 def _merge(a: Array, b: Array) -> Array:
-    """Two parts, lse + i out, as one; two empty ones stay empty."""
+    """Two parts as one; two empty ones stay empty."""
     more = b.real - a.real
     lse = jnp.maximum(a.real, b.real) + jnp.log1p(jnp.exp(-jnp.abs(more)))
     # Shares that sum to 1 whatever the rounding of lse.

@@ -33,9 +33,10 @@ def attend_listed(q: Array, k: Array, v: Array, pages: Pages, end: Array) -> Sha
     """Attention over the slots of the listed pages that are before `end` int32 `[B, H, J]`."""
     batch, heads, group, size = q.shape
     lists = pages.index.shape[2]
-    slot = pages.index[..., None] * pages.size + jnp.arange(pages.size, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+    index = jnp.minimum(pages.index, -(-k.shape[2] // pages.size))
+    slot = index[..., None] * pages.size + jnp.arange(pages.size, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     slot = slot.reshape(batch, heads, lists, -1)
-    valid = (slot < end[..., None]) & (slot >= 0)
+    valid = slot < end[..., None]
     at = jnp.where(valid, slot, 0).reshape(batch, heads, -1, 1)
     keys, values = (jnp.take_along_axis(x, at, axis=2).reshape(batch, heads, lists, -1, size) for x in (k, v))
     q = q.reshape(batch, heads, lists, group // lists, size)

@@ -12,7 +12,9 @@ def lowrank_attention(
 ) -> Share:
     """Makes the keys of all listed tokens at once."""
     batch, heads, length, dim = v.shape
-    token = index[..., None] * size + jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, -1)
+    # No chunk may be any number, whose tokens would have numbers that int32 does not hold.
+    chunk = jnp.minimum(index, -(-length // size))
+    token = chunk[..., None] * size + jnp.arange(size, dtype=jnp.int32).reshape(1, 1, 1, -1)
     token = token.reshape(batch, heads, -1)
     valid = token < length
     token = jnp.where(valid, token, 0)
