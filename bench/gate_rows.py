@@ -77,12 +77,10 @@ def quick_rows(implementation: str | None) -> Iterator[Row]:
     rows = []
     for gpu, model in (("a100", "qwen-7b"), ("h200", "llama-8b")):
         rows += operation_rows(gpu, (model,), ("b128-k512", "b1-k2048", "b16-full16k"))
-    quick = {"qwen-7b": ("full", "gkv", "h2o", "sepllm"), "llama-8b": ("gkv",), "qwen3-8b": ("full", "h2o")}
+    quick = {"qwen-7b": ("full", "gkv", "h2o"), "llama-8b": ("gkv", "quest"), "qwen3-8b": ("h2o", "specontext")}
     for model, policies in quick.items():
         for policy in policies:
             rows += policy_rows("h200", model, policy, caches=("b64-k1024",), prompts=())
-    for policy in ("quest", "shadowkv", "specontext"):
-        rows += policy_rows("h200", "llama-8b", policy, caches=("b64-k1024",), prompts=())
     for policy in ("full", "rkv"):
         rows += policy_rows("a100", "qwen-7b", policy, caches=("b1-k2048",), prompts=("b8-t2048",))
     return (replace(row, implementation=implementation) for row in rows)

@@ -30,11 +30,13 @@ every_selector = pytest.mark.parametrize("name", SELECTORS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def on_models(policies: Sequence[str]) -> pytest.MarkDecorator:
-    """Every policy on every kind of model, and every preset, which differs by its numbers alone, on one of them."""
-    presets = [name for name in policies if "@" in name]
-    pairs = [(kind, name) for name in policies if "@" not in name for kind in KINDS]
-    pairs += [(KINDS[i % len(KINDS)], name) for i, name in enumerate(presets)]
+def on_models(policies: Sequence[str], *, kinds: int = len(KINDS)) -> pytest.MarkDecorator:
+    """Every policy on some kinds of model, and every preset, which differs by its numbers alone, on one of them."""
+    pairs = [
+        (KINDS[(i + more) % len(KINDS)], name)
+        for i, name in enumerate(policies)
+        for more in range(1 if "@" in name else kinds)
+    ]
     return pytest.mark.parametrize(("kind", "name"), pairs)
 
 
@@ -185,14 +187,14 @@ def test_the_cache_never_exceeds_budget_and_interval(kind, name):
     np.testing.assert_array_equal(trace.state.pos, np.array(LENGTHS) + NEW - 1)
 
 
-@on_models(names())
+@on_models(names(), kinds=1)
 def test_a_run_repeats_bit_for_bit(kind, name):
     again = run(model_of(kind), small(name), prompts(*LENGTHS), NEW)
     np.testing.assert_array_equal(again.logits, outcome(name, kind).logits)
     assert all(np.array_equal(a[2], b[2]) for a, b in zip(again.kept, outcome(name, kind).kept, strict=True))
 
 
-@on_models(names())
+@on_models(names(), kinds=1)
 def test_a_row_that_ends_leaves_the_others_alone(kind, name):
     model, policy = model_of(kind), small(name)
     ended = run(model, policy, prompts(*LENGTHS), NEW, limit=(NEW, 5, NEW))
@@ -218,7 +220,7 @@ def held_by_row(store: Any, row: int) -> dict:
     return rest | {"k": np.asarray(store.k[row])[filled], "v": np.asarray(store.v[row])[filled]}
 
 
-@on_models(names())
+@on_models(names(), kinds=1)
 def test_nan_in_a_row_stays_in_that_row(kind, name):
     together = outcome(name, kind)
     used = {*together.tokens.ravel().tolist()}.union(*prompts(*LENGTHS))
