@@ -23,7 +23,7 @@ KERNELS: dict[str, tuple[Name, ...]] = {
     "rms_norm": ("triton",),
     "gather_attention": ("triton",),
     "page_scores": ("triton",),
-    "lowrank_attention": (),
+    "lowrank_attention": ("triton",),
 }
 
 

@@ -15,6 +15,7 @@ from jkv.config import CacheSpec, RopeConfig
 from jkv.models import rope
 from jkv.policies.quest import Quest
 from jkv.policies.shadowkv import ShadowKV
+from jkv.shadow import Shadow
 from oracle_cases import FOLDER, read
 from pallas_kernels.dispatch import XLA, Implementation
 
@@ -124,6 +125,10 @@ def rows(cos: jax.Array, sin: jax.Array, ndim: int) -> tuple[jax.Array, jax.Arra
     return tuple(x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (cos, sin))  # type: ignore
 
 
+def ingest(policy: ShadowKV, spec: CacheSpec, prompt: Prompt) -> Shadow:
+    return jax.jit(lambda prompt: policy.ingest(spec, prompt))(prompt)
+
+
 def check_chunks(arrays: dict, store: Any, spec: CacheSpec, landmarks: np.ndarray, ids: np.ndarray) -> None:
     """The candidates, their landmarks and the product of the factors."""
     for index in np.ndindex(ids.shape[:2]):
@@ -140,33 +145,39 @@ def check_chunks(arrays: dict, store: Any, spec: CacheSpec, landmarks: np.ndarra
 def test_shadowkv(name, implementation):
     config, arrays, policy, spec, prompt = shadow_case(name, implementation)
     heads = config["Hkv"]
-    store, length = policy.ingest(spec, prompt), config["S"]
+    store, length = ingest(policy, spec, prompt), config["S"]
+
+    @jax.jit
+    def decode(store: Shadow, token: Token) -> tuple[jax.Array, jax.Array, Shadow]:
+        store = policy.append(store, token)
+        view = policy.select(store, token.q, policy.shared(spec, 1))
+        attended = attend(token.q, view)
+        assert view.beside is not None
+        return view.beside.index, attended.out, policy.settle(store, attended)
+
     check_chunks(arrays, store, spec, arrays["out_landmark"][0], arrays["out_landmark_chunk"][0])
     outliers = np.sort(arrays["out_outlier_chunks_sorted"][0], axis=-1)
     kept = outliers[..., None] * policy.chunk + np.arange(policy.chunk)
     for index in np.ndindex(kept.shape[:2]):
         expected = [*kept[index].ravel(), *range(length - config["prefill_local"], length)]
         assert store.exact.pos[index][: len(expected)].tolist() == expected
-    plan = policy.shared(spec, 1)
     for step in range(config["T"]):
         cos, sin = rope.cos_sin(spec.rope, config["D"], jnp.asarray([length + step]))
         q, k = (rope.rotate(jnp.asarray(arrays[f"in_{x}_steps"][step, 0, :, :, 0]), cos[None], sin[None]) for x in "qk")
         q = grouped(np.asarray(q), heads)
-        store = policy.append(store, token_of(q, k, arrays["in_v_steps"][step, 0, :, :, 0], length + step))
-        view = policy.select(store, q, plan)
+        token = token_of(q, k, arrays["in_v_steps"][step, 0, :, :, 0], length + step)
+        index, out, store = decode(store, token)
         chosen = arrays["out_selected_chunks_sorted"][step, 0]
         assert chosen.shape[-1] < arrays["out_landmark_chunk"].shape[-1]
-        np.testing.assert_array_equal(view.beside.index, chosen)
-        attended = attend(q, view)
+        np.testing.assert_array_equal(index, chosen)
         expected = arrays["out_attn_steps"][step, 0, :, :, 0]
-        np.testing.assert_allclose(attended.out.reshape(expected.shape), expected, **TOLERANCE)
-        store = policy.settle(store, attended)
+        np.testing.assert_allclose(out.reshape(expected.shape), expected, **TOLERANCE)
     np.testing.assert_array_equal(store.exact.length, store.exact.length[0, 0])
 
 
 def test_shadowkv_first_keys_are_exact_in_the_efficient_variant():
     config, arrays, policy, spec, prompt = shadow_case("shadowkv_cpu_prefill_b2", XLA)
-    store = policy.ingest(spec, prompt)
+    store = ingest(policy, spec, prompt)
     check_chunks(arrays, store, spec, arrays["out_landmark"], arrays["out_landmark_chunk"])
     first = arrays["out_first_selected_chunks_order"]
     np.testing.assert_array_equal(store.fresh, np.sort(first, axis=-1))
@@ -185,7 +196,7 @@ def test_shadowkv_first_keys_are_exact_in_the_efficient_variant():
 
 def test_shadowkv_chunks_lose_their_exact_keys_once_they_are_not_chosen():
     config, _, policy, spec, prompt = shadow_case("shadowkv_cpu_prefill_b2", XLA)
-    store, plan = policy.ingest(spec, prompt), policy.shared(spec, 2)
+    store, plan = ingest(policy, spec, prompt), policy.shared(spec, 2)
     none, rng = store.landmarks.shape[2], np.random.default_rng(0)
     first, at = np.asarray(store.fresh), np.arange(policy.chunk)
     q = jnp.asarray(2 * rng.standard_normal((2, 2, 2, config["D"]), np.float32))

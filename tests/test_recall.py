@@ -15,7 +15,7 @@ from bench.recall_report import count_layers
 from checkpoints import config as hf_config
 from checkpoints import save_draft, save_hf
 from jkv import cli
-from jkv.policies import Policy, describe, entry, get_policy
+from jkv.policies import Evict, Policy, describe, entry, get_policy
 from jkv.policies.specontext import SpeContext
 from models import batch, dense, make_engine, request, tiny
 from reads import tell_reads
@@ -91,8 +91,23 @@ def test_figures_are_of_what_the_policy_lets_attention_read_and_no_more_than_the
     mean = figures.recall.mean(-1)
     assert np.all(figures.best >= mean - 1e-6) and np.all(figures.best < 1)
     assert figures.best.mean() > mean.mean() + 0.02
+    if isinstance(policy, Evict):  # compacted after every second token
+        expected = np.broadcast_to(policy.budget + np.array([1, 2, 1, 2, 1]).reshape(-1, 1, 1, 1), figures.tokens.shape)
+        np.testing.assert_array_equal(figures.tokens, expected)
     if name == "specontext@previous":  # which reads the same number of tokens in every head
         np.testing.assert_allclose(passage.find_best(SMALL["budget"]), figures.best, atol=1e-6)
+
+
+def test_a_choice_by_the_last_token_is_by_its_true_attention(passage, attention):
+    policy, reads = tell_reads(small("specontext@previous"))
+    reads.sets.clear()
+    measure(policy, passage)
+    jax.effects_barrier()
+    for step, row, head in np.ndindex(STEPS - 1, 2, 2):
+        recent = LENGTH + step + 2 - 3
+        score = attention[step, 1, row, head].max(axis=0)[2:recent]
+        chosen = (2 + np.argsort(-score, kind="stable")[: 24 - 2 - 3]).tolist()
+        assert reads.sets[0, step + 1][row, head, 0] == {0, 1, *chosen, *range(recent, recent + 3)}
 
 
 @pytest.mark.parametrize("name", ["full", "quest@eval", "shadowkv", "specontext", "h2o"])

@@ -86,8 +86,13 @@ def _score(q_ref, *refs, cut: Tiles) -> None:
         score = product(load_queries, load_bounds(bound_refs[0]), of, size)
     else:
         high, low = (load_bounds(ref) for ref in bound_refs)
-        positive = lambda columns: jnp.maximum(load_queries(columns), 0)
-        negative = lambda columns: jnp.minimum(load_queries(columns), 0)
+
+        def positive(columns: pl.Slice) -> Array:
+            return jnp.maximum(load_queries(columns), 0)
+
+        def negative(columns: pl.Slice) -> Array:
+            return jnp.minimum(load_queries(columns), 0)
+
         score = product(positive, high, of, size) + product(negative, low, of, size)
     where = jnp.broadcast_arrays(head[:, None], page[None])
     plgpu.store(out_ref.at[tuple(where)], score, mask=(head < group)[:, None] & (page < count)[None])
