@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 import pallas_kernels
-from pallas_kernels import NewToken, Notes
+from pallas_kernels import NewToken, Notes, Pages, Share
 from pallas_kernels.shapes import Cache, Heads
 
 DTYPE = jnp.dtype("bfloat16")
@@ -232,6 +232,78 @@ def make_rms_norm(draw: Draw) -> Case:
     )
 
 
+def make_gather_attention(draw: Draw) -> Case:
+    """Half of the pages of 16 slots before the last 64, in any order and with places that name none."""
+    heads, cache, size = draw.heads, draw.cache, 16
+    start = np.maximum(draw.length - 64, 0)
+    pages = np.argsort(draw.rng.random((*start.shape, cache.capacity // size)), axis=-1)[..., : cache.kept // size // 2]
+    named = pages * size < start[..., None]
+    slots = int(np.minimum(size, start[..., None] - pages * size)[named].sum() + (draw.length - start).sum())
+    index = np.where(named, pages, cache.capacity).astype(np.int32)
+    return Case(
+        function=pallas_kernels.gather_attention,
+        arguments={
+            "q": draw.normal(heads.group, draw.size, scale=2),
+            "k": draw.hide(draw.slots()),
+            "v": draw.hide(draw.slots()),
+            "length": jnp.asarray(draw.length),
+            "pages": Pages(jnp.asarray(index)[:, :, None], jnp.asarray(start)[..., None], size),
+        },
+        parts=lambda found, _: Parts((found.out,)),
+        again=lambda before, found: (before | {"q": found.out}, None),
+        moved=DTYPE.itemsize * 2 * draw.size * (slots + draw.rows * heads.group),
+        flops=4 * slots * heads.group * draw.size,
+    )
+
+
+def make_page_scores(draw: Draw) -> Case:
+    """Bounds of as many pages as the cache has slots."""
+    one, other = draw.slots(), draw.slots()
+    count, group = draw.rows * draw.cache.capacity, draw.heads.group
+    return Case(
+        function=pallas_kernels.page_scores,
+        arguments={
+            "q": draw.normal(group, draw.size),
+            "high": jnp.maximum(one, other),
+            "low": jnp.minimum(one, other),
+        },
+        parts=lambda found, _: Parts((found,)),
+        moved=DTYPE.itemsize * draw.size * (2 * count + draw.rows * group) + 4 * count * group,
+        flops=4 * count * group * draw.size,
+    )
+
+
+def make_lowrank_attention(draw: Draw) -> Case:
+    """Half of what a compaction leaves, in chunks of 8 tokens, in any order and with places that name none."""
+    heads, size, rank, tokens = draw.heads, 8, 32, draw.cache.capacity // 8 * 8
+    chunks = np.argsort(draw.rng.random((*draw.length.shape, tokens // size)), axis=-1)[..., : draw.cache.kept // 16]
+    index = np.where(draw.rng.random(chunks.shape) < 0.1, tokens, chunks).astype(np.int32)
+    read = int(np.sum(index < tokens)) * size
+    angle = np.arange(tokens)[:, None] * 1e4 ** -(np.arange(draw.size // 2) / (draw.size // 2))
+    a = draw.normal(tokens, rank)[:, 0]
+    return Case(
+        function=partial(pallas_kernels.lowrank_attention, size=size),
+        arguments={
+            "q": draw.normal(heads.group, draw.size, scale=2),
+            "a": a,
+            "b": draw.normal(rank, draw.size, scale=rank**-0.5),
+            "v": draw.normal(tokens, draw.size),
+            "index": jnp.asarray(index),
+            "cos": jnp.asarray(np.cos(angle), jnp.float32),
+            "sin": jnp.asarray(np.sin(angle), jnp.float32),
+        },
+        parts=lambda found, _: Parts((join_shares(found),)),
+        moved=DTYPE.itemsize * (read * (rank + draw.size) + draw.rows * (rank + 2 * heads.group) * draw.size),
+        flops=2 * read * draw.size * (rank + 2 * heads.group),
+    )
+
+
+def join_shares(share: Share) -> Array:
+    """Attention over all sets together, `[B, H, G, D]`."""
+    weights = jax.nn.softmax(share.lse, axis=2)[..., None]
+    return jnp.sum(share.out * weights, axis=2)
+
+
 # By the name of the operation and, behind it, of the variant.
 OPERATIONS: dict[str, Callable[[Draw], Case]] = {
     "decode_attention": make_decode_attention,
@@ -241,6 +313,9 @@ OPERATIONS: dict[str, Callable[[Draw], Case]] = {
     "key_redundancy": make_key_redundancy,
     "key_redundancy first": partial(make_key_redundancy, retain="first"),
     "key_redundancy last": partial(make_key_redundancy, retain="last"),
+    "gather_attention": make_gather_attention,
+    "page_scores": make_page_scores,
+    "lowrank_attention": make_lowrank_attention,
     "rms_norm": make_rms_norm,
     "select_top": make_select_top,
     "compact": make_compact,

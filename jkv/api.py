@@ -136,7 +136,7 @@ class LLM:
             self.checkpoint.config,
             max_len=_round_length(max_len),
             max_new=_round_length(max_new),
-            max_prompt=bucket(max_prompt),
+            max_prompt=_round_length(max_prompt),
             dtype=self.dtype,
             implementation=dispatch.choose(asked, jax.devices()[0], self.dtype),
         )

@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(skip)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Drops a module's programs at its end: each holds memory maps, of which a process may have so many."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Gives the session, and the commands it starts, a user cache of its own."""

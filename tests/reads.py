@@ -14,18 +14,29 @@ from jkv.policies import Policy
 
 @dataclass
 class Reads:
-    """Text positions that were read, `[B, H, J]` sets of them, by layer and number of the step; J is 1 or G."""
+    """Text positions that were read, `[B, H, J]` sets of them; J is 1 or G.
 
-    sets: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    Attributes:
+        taken: by layer and the sum of the rows' positions, which grows with every step: what is told of two steps may
+            arrive in any order.
+    """
+
+    taken: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    @property
+    def sets(self) -> dict[tuple[int, int], np.ndarray]:
+        """By layer and number of the step."""
+        order = sorted({total for _, total in self.taken})
+        return {(layer, order.index(total)): found for (layer, total), found in self.taken.items()}
 
     def mask(self, layers: int, row: int, prompt: int, total: int) -> np.ndarray:
         """Which tokens each query of a row saw, bool `[L, H, J, total, total]`; a prompt's see all before them."""
-        _, heads, lists = self.sets[0, 0].shape
-        lists = max(sets.shape[2] for sets in self.sets.values())
+        told = self.sets
+        heads, lists = told[0, 0].shape[1], max(sets.shape[2] for sets in told.values())
         seen = np.tril(np.ones((total, total), bool))[None, None, None]
         seen = seen.repeat(layers, 0).repeat(heads, 1).repeat(lists, 2)
         for layer, head, of, query in np.ndindex(layers, heads, lists, total - prompt):
-            sets = self.sets[layer, query]
+            sets = told[layer, query]
             allowed = np.zeros(total, bool)
             allowed[sorted(sets[row, head, of % sets.shape[2]])] = True
             seen[layer, head, of, prompt + query] = allowed
@@ -74,8 +85,9 @@ def _class(base: type[Policy]) -> type[Any]:
 
 
 def _note(reads: Reads, layer: int, view: View) -> None:
-    step = sum(key[0] == layer for key in reads.sets)
-    reads.sets[layer, step] = read_positions(jax.tree.map(np.asarray, view))
+    view = jax.tree.map(np.asarray, view)
+    assert view.notes is not None
+    reads.taken[layer, int(view.notes.place.sum())] = read_positions(view)
 
 
 def read_positions(view: View) -> np.ndarray:

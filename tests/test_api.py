@@ -321,6 +321,7 @@ def test_statistics_can_be_recomputed(llm):
     assert min(report["prefill_seconds"], report["decode_seconds"]) > 0
     assert report["tokens_per_second"] == report["decoded_tokens"] / report["decode_seconds"]
     assert run.stats.longest_text == 30 + NEW
+    assert report.pop("tokens_read_per_step") == run.stats.plan.tokens_read
     assert all(value is None or math.isfinite(value) for value in report.values())
 
 

@@ -83,11 +83,11 @@ def seen_by(name: str, kind: str, row: int, total: int, lengths: tuple[int, ...]
 def reads_of(name: str, kind: str, lengths: tuple[int, ...] = LENGTHS) -> Reads:
     """What a selecting policy reads in the run that most tests look at."""
     policy, reads = tell_reads(small(name))
-    reads.sets.clear()
+    reads.taken.clear()
     told = run(model_of(kind), policy, prompts(*lengths), NEW)
     jax.effects_barrier()
     np.testing.assert_array_equal(told.logits, outcome(name, kind, lengths).logits)
-    return Reads(dict(reads.sets))
+    return Reads(dict(reads.taken))
 
 
 def text_of(trace: Trace, row: int, lengths: tuple[int, ...] = LENGTHS) -> list[int]:

@@ -30,6 +30,9 @@ from weights.eagle import load_head
 
 SELECTORS = [name for name in names() if name != "full" and not isinstance(entry(name).policy, Evict)]
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+# Presets that differ from others by a number; the matrix over all policies has them too.
+COSTLY = ("quest@eval", "shadowkv@efficient", "specontext@paper", "specontext@previous")
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in COSTLY else ()) for name in SELECTORS]
 # About the sizes of chunks and pages, and long.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 109)
 
@@ -100,7 +103,7 @@ def test_what_is_read_is_as_little_as_the_policy_says(name):
     assert len(chosen) > 12, "hardly anything is chosen"
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", EACH)
 def test_of_a_thousand_tokens_none_is_lost(name):
     prompts, new = [text(40), text(9)], 1001
     policy = sized(name, interval=64, **SMALL)
