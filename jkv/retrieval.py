@@ -5,6 +5,7 @@ which the next step's tokens are chosen. What it remembers is the policy's share
 """
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from pallas_kernels.dispatch import Implementation
 
 
 @dataclass(frozen=True)
-class Retriever:
+class Retriever(ABC):
     """A retrieval head in one of the model's layers; static. The defaults remember nothing.
 
     Attributes:
@@ -37,9 +38,9 @@ class Retriever:
         """The head as a layer meets it; equal for layers that do nothing for it."""
         return replace(self, layer=layer, layers=layers) if layer in self.needs(layers) else self
 
+    @abstractmethod
     def needs(self, layers: int) -> set[int]:
         """The layers that do something for it."""
-        raise NotImplementedError
 
     def searched(self, layers: int) -> int:
         """The layer that `bytes_read` is counted for."""
@@ -65,9 +66,9 @@ class Retriever:
         del x, token, brought
         return shared
 
+    @abstractmethod
     def attend(self, shared: Any, step: Step) -> tuple[Array, Any]:
         """Probabilities of the tokens for each query head, float32 `[B, H, G, C]`, and what it remembers."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,11 @@ def lowrank_attention(
 def _attend(
     q_ref, a_ref, b_ref, v_ref, index_ref, cos_ref, sin_ref, out_ref, lse_ref, *, size: int, cut: Tiles
 ) -> None:
-    """One part; all but the last two are references to what one kv head has."""
+    """One part of one kv head's list; references to what that head has, all of the tables, and the part's results."""
     (group, dim), dtype = q_ref.shape, a_ref.dtype
     head, column = (jnp.arange(padded(n), dtype=jnp.int32) for n in (group, dim))
     pair = jnp.arange(padded(dim // 2), dtype=jnp.int32)
-    # A half may begin with the other one's columns behind it: the tables' zeros there take them away.
+    # Padding of the left half holds columns of the right one, which the zeros of padded tables take away.
     halves = pair, pair + dim // 2
     q = [_load(q_ref, head, half, head < group) for half in halves]
     b = [_factor(b_ref, half) for half in halves]
