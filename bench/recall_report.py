@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from bench.cpu_decode import format_markdown
 from bench.recall_measure import RECENT, SINKS, Figures
@@ -15,7 +16,8 @@ from jkv.policies.full import Full
 BEST = "best tokens"
 COLUMNS = f"""\
 - recall: share of the attention that lies on what is read, in the mean over layers, query heads, tokens and rows, with
-  its standard error over the rows; a tenth of the layers lie below `lowest layers`.
+  its standard error over the rows, which is too small where rows of one text overlap; a tenth of the layers lie below
+  `lowest layers`.
 - possible: the recall of as many tokens, had they been the best ones in each layer and step. Where query heads share
   what they read, so do these.
 - middle: share that is read of the attention to what is neither among the first {SINKS} nor the last {RECENT} tokens.
@@ -165,25 +167,33 @@ def _compare(lines: Sequence[dict[str, Any]], shortest: int, longest: int) -> li
     if not budgets or len(names) == 1:
         return []
 
-    def mean(name: str, length: int) -> float:
+    def mean(name: str, length: int) -> np.ndarray:  # of each row
         found = (x for x in lines if x["policy"] == name and x["length"] == length and x["budget"] in budgets)
-        return float(np.mean([line["recall"] for line in found]))
+        return np.mean([line["of_row"] for line in found], axis=0)
 
-    said, over = [], f"in the mean over budgets of {_join([str(budget) for budget in sorted(budgets)])}"
-    if BLIND in names:
-        below = [name for name in names if mean(name, longest) < mean(BLIND, longest)] or ["no policy"]
+    count = "budgets" if len(budgets) > 1 else "the budget"
+    said, over = [], f"in the mean over {count} of {_join([str(budget) for budget in sorted(budgets)])}"
+    if BLIND in names and len(lines[0]["of_row"]) > 1:
+        blind = mean(BLIND, longest)
+        below = [name for name in names if _is_above(blind - mean(name, longest))] or ["no policy"]
         said.append(
-            f"Less attention than the first and last tokens alone have ({BLIND}, {mean(BLIND, longest):.0%}) is on "
-            f"what is read by {_join(below)}, {over}."
+            f"Less attention than the first and last tokens alone have ({BLIND}, {blind.mean():.0%}) is on what is "
+            f"read by {_join(below)}, {over}, as far as {len(blind)} rows can tell (paired t-test, 97.5%)."
         )
     if shortest < longest:
-        fall = {name: mean(name, shortest) - mean(name, longest) for name in names}
+        fall = {name: float(np.mean(mean(name, shortest) - mean(name, longest))) for name in names}
         least, most = min(names, key=lambda name: fall[name]), max(names, key=lambda name: fall[name])
         said.append(
             f"From {shortest:,} to {longest:,} tokens recall falls least with {least}, by {100 * fall[least]:.0f} "
             f"points, and most with {most}, by {100 * fall[most]:.0f}, {over}."
         )
     return said
+
+
+def _is_above(difference: np.ndarray) -> bool:
+    """Whether the mean of the rows' differences is above 0, by a one-sided t-test; policies meet the same tokens."""
+    error = np.std(difference, ddof=1) / len(difference) ** 0.5
+    return bool(difference.mean() > stats.t.ppf(0.975, len(difference) - 1) * error)
 
 
 def _name_leaders(lines: Sequence[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from bench.recall import main
 from bench.recall_cases import fit
 from bench.recall_measure import RECENT, SINKS, Passage, measure, read_passage
-from bench.recall_report import count_layers
+from bench.recall_report import count_layers, find_sentences
 from checkpoints import config as hf_config
 from checkpoints import save_draft, save_hf
 from jkv import cli
@@ -164,6 +164,20 @@ def test_dense_layers_count_for_none():
 )
 def test_a_budget_is_what_a_step_reads(name, fields):
     assert fit(name, 128, 16) == fields
+
+
+def test_a_policy_is_called_worse_than_blind_only_if_the_rows_can_tell():
+    def line(policy: str, of_row: list[float]) -> dict[str, Any]:
+        about = {"policy": policy, "budget": 64, "length": 512, "evicts": False}
+        return {**about, "of_row": of_row, "recall": np.mean(of_row), "possible": 1.0, "middle": 0.0}
+
+    lines = [
+        line("streamingllm", [0.70, 0.80, 0.60, 0.75]),
+        line("worse", [0.66, 0.75, 0.56, 0.70]),
+        line("unclear", [0.69, 0.82, 0.50, 0.75]),
+    ]
+    (sentence,) = (text for text in find_sentences(lines) if "streamingllm" in text and text.startswith("Less"))
+    assert "read by worse, in the mean over the budget of 64" in sentence
 
 
 @pytest.fixture(scope="module")
