@@ -22,7 +22,7 @@ import numpy as np
 import jkv
 from bench.machine import describe_machine
 from jkv.engine import Request
-from jkv.loop import Batch
+from jkv.loop import Row, Scheduler
 from jkv.sampling import Sampling, seed_words
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,7 +97,7 @@ def measure_steps(llm: jkv.LLM, options: argparse.Namespace) -> list[dict[str, A
                 tokens = next(running, None)
                 if tokens is None:
                     break
-                count += tokens.shape[1]
+                count += len(tokens)
             if count:
                 marks[policy].append((time.perf_counter() - begin) * 1e3 / count)
     rows = []
@@ -111,31 +111,31 @@ def jkv_runner(llm: jkv.LLM, policy: str) -> Callable[[np.ndarray, int], tuple[f
     """Runs ours: seconds of prefill and of decoding, compiling left out."""
 
     def run(prompt: np.ndarray, new: int) -> tuple[float, float]:
-        batch = make_batch(llm, policy, prompt, new)
-        for _ in batch.blocks():
+        scheduler = make_scheduler(llm, policy, prompt, new)
+        for _ in scheduler.run():
             pass
-        return batch.prefill_seconds, batch.decode_seconds
+        return scheduler.prefill_seconds, scheduler.decode_seconds
 
     return run
 
 
 def start(llm: jkv.LLM, policy: str, prompt: np.ndarray, new: int) -> Any:
-    """The blocks of a run that has not begun."""
-    return make_batch(llm, policy, prompt, new).blocks()
+    """What the first row of a run draws, block by block; the run has not begun."""
+    drawn = make_scheduler(llm, policy, prompt, new).run()
+    return (tokens for row, tokens in drawn if row.id == 0)
 
 
-def make_batch(llm: jkv.LLM, policy: str, prompt: np.ndarray, new: int) -> Batch:
-    """A batch that decodes `new` tokens whatever it draws."""
+def make_scheduler(llm: jkv.LLM, policy: str, prompt: np.ndarray, new: int) -> Scheduler:
+    """Decodes `new` tokens whatever it draws."""
     longest = prompt.shape[1]
     engine = llm.engine(llm.prepare(policy), Sampling(), max_len=longest + new, max_new=new, max_prompt=longest)
-    return Batch(
+    return Scheduler(
         engine=engine,
         weights=llm.weights,
         programs=llm.programs,
         request=Request(jnp.asarray(seed_words(0)), jnp.full((8,), -1, jnp.int32)),
-        prompts=prompt.tolist(),
-        limits=[new] * len(prompt),
-        rows=list(range(len(prompt))),
+        rows=[Row(index, tokens, new) for index, tokens in enumerate(prompt.tolist())],
+        slots=len(prompt),
     )
 
 

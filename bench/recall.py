@@ -38,7 +38,7 @@ from bench.recall_measure import Figures, measure, read_passage
 from bench.recall_report import Measured, count_layers, describe_best, draw, format_report, summarise, write_lines
 from jkv import cli
 from jkv.engine import Request
-from jkv.loop import Batch
+from jkv.loop import Row, Scheduler
 from jkv.policies import Evict, Policy, get_policy
 from jkv.sampling import Sampling, seed_words
 from pallas_kernels import dispatch
@@ -179,16 +179,18 @@ def draw_texts(llm: jkv.LLM, rows: int, size: int, seed: int) -> np.ndarray:
     bos = llm.tokenizer.bos_id
     begin = llm.eos_ids[0] if bos is None else bos
     engine = llm.engine(llm.prepare("full"), Sampling(temperature=1.0), max_len=size, max_new=size, max_prompt=1)
-    batch = Batch(
+    scheduler = Scheduler(
         engine=engine,
         weights=llm.weights,
         programs=llm.programs,
         request=Request(jnp.asarray(seed_words(seed)), jnp.array([-1], jnp.int32)),
-        prompts=[[begin]] * rows,
-        limits=[size - 1] * rows,
-        rows=range(rows),
+        rows=[Row(index, [begin], size - 1) for index in range(rows)],
+        slots=rows,
     )
-    return np.concatenate([np.full((rows, 1), begin, np.int32), *batch.blocks()], axis=1)[:, :size]
+    texts: list[list[int]] = [[begin] for _ in range(rows)]
+    for row, tokens in scheduler.run():
+        texts[row.id].extend(tokens.tolist())
+    return np.asarray(texts, np.int32)
 
 
 def measure_length(

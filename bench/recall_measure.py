@@ -162,6 +162,7 @@ def measure(policy: Policy, passage: Passage, brought: Any = ()) -> Figures:
     for own, (x, prompt) in zip(of_layer, passage.prompts, strict=True):
         store, shared = ingest_prompt(own, spec, shared, x, prompt, brought)
         stores.append(store)
+    rows = np.ones(passage.prompts[0][1].length.shape, bool)
     figures = []
     for step, fed in enumerate(passage.fed):
         plan, shared = _plan(policy, decoder.config, spec, weights, shared, tuple(stores), fed[0], brought)
@@ -169,7 +170,7 @@ def measure(policy: Policy, passage: Passage, brought: Any = ()) -> Figures:
             stores[index], shared, one = _read_token(own, stores[index], shared, plan, fed[index], brought)
             figures.append(one)
         if policy.interval and (step + 1) % policy.interval == 0:
-            stores = [compact_store(own, store) for own, store in zip(of_layer, stores, strict=True)]
+            stores = [compact_store(own, store, rows) for own, store in zip(of_layer, stores, strict=True)]
     return jax.tree.map(lambda *x: np.stack(x).reshape(-1, layers, *x[0].shape), *jax.device_get(figures))
 
 

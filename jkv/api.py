@@ -1,6 +1,6 @@
 """Strings in, results out: `load`, `generate`, `stream`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from flax import nnx
 import weights as checkpoints
 from jkv.config import CacheSpec
 from jkv.engine import Engine
-from jkv.loop import Programs, bucket
+from jkv.loop import OnKept, Programs, bucket
 from jkv.models.decoder import Decoder
 from jkv.policies import Evict, Policy, get_policy
 from jkv.policies.base import try_score
@@ -155,26 +155,26 @@ class LLM:
         policy: str | Policy = "full",
         config: GenerationConfig | None = None,
         samples: int = 1,
-        batch_size: int = 8,
+        slots: int = 8,
         rows: Sequence[int] | None = None,
-        on_kept: Callable[[int, np.ndarray], None] | None = None,
+        on_kept: OnKept | None = None,
     ) -> "Run":
-        """Answers prompts in batches; iterate over the returned `Run`.
+        """Answers prompts, each in the slot that is free first; iterate over the returned `Run`.
 
         Args:
             prompts: token ids.
             policy: a policy or its text form.
             config: None is the checkpoint's own (`default_config`).
             samples: answers for each prompt.
-            batch_size: rows decoded together.
-            rows: which answers to draw, as prompt * samples + sample; None is all of them.
-            on_kept: see `jkv.loop.Batch`.
+            slots: rows decoded together; when one ends, its slot is given to the next.
+            rows: which answers to draw in which order, as prompt * samples + sample; None is all of them.
+            on_kept: see `jkv.loop.Scheduler`.
 
         Raises:
             ValueError: an empty prompt, or one that leaves no room for an answer.
         """
-        if batch_size < 1 or samples < 1:
-            raise ValueError(f"batch_size={batch_size} and samples={samples} must be at least 1")
+        if slots < 1 or samples < 1:
+            raise ValueError(f"slots={slots} and samples={samples} must be at least 1")
         config = config or self.default_config()
         longest = self.checkpoint.config.max_position
         for index, prompt in enumerate(prompts):
@@ -188,9 +188,7 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < self.checkpoint.config.vocab_size:
                 raise ValueError(f"prompt {index} has token ids that the model does not; is the tokenizer its own?")
         rows = range(len(prompts) * samples) if rows is None else rows
-        return Run(
-            self, prompts, self.prepare(policy), config, samples, min(batch_size, max(len(rows), 1)), rows, on_kept
-        )
+        return Run(self, prompts, self.prepare(policy), config, samples, min(slots, max(len(rows), 1)), rows, on_kept)
 
 
 def load(
@@ -245,7 +243,7 @@ def generate(
     policy: str | Policy = "full",
     config: GenerationConfig | None = None,
     samples: int = 1,
-    batch_size: int = 8,
+    slots: int = 8,
     raw: bool = False,
 ) -> list[Result]:
     """Answers one prompt or several.
@@ -256,7 +254,7 @@ def generate(
         policy: a policy or its text form, as "gkv:budget=512".
         config: how to draw; None is the checkpoint's own.
         samples: answers for each prompt.
-        batch_size: rows decoded together.
+        slots: rows decoded together; when one ends, its slot is given to the next.
         raw: take texts as they are, without the chat template.
 
     Returns:
@@ -265,7 +263,7 @@ def generate(
     one = isinstance(prompts, str) or any(isinstance(item, Mapping) for item in prompts)
     several: Any = [prompts] if one else prompts
     ids = [llm.encode(prompt, raw=raw) for prompt in several]
-    run = llm.run(ids, policy=policy, config=config, samples=samples, batch_size=batch_size)
+    run = llm.run(ids, policy=policy, config=config, samples=samples, slots=slots)
     results = [event for event in run if isinstance(event, Result)]
     return sorted(results, key=lambda result: (result.prompt, result.sample))
 

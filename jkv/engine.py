@@ -251,10 +251,28 @@ class Engine:
         tokens, finite, logits = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
         return state, Output(tokens, finite, state.done, logits)
 
-    def compact(self, state: State, *, call: Call = call_directly) -> State:
-        """Ends an interval: compacts every layer's store, one after the other, by one program for all alike."""
-        stores = tuple(call(compact_store, self.at(i).policy, store) for i, store in enumerate(state.stores))
+    def compact(self, state: State, rows: np.ndarray | None = None, *, call: Call = call_directly) -> State:
+        """Ends an interval: compacts every layer's store, one after the other, by one program for all alike.
+
+        Args:
+            state: the batch; its stores are taken over.
+            rows: which rows end an interval, bool `[B]`; None is all.
+            call: how a jitted function is called.
+        """
+        rows = np.ones(state.done.shape, bool) if rows is None else rows
+        stores = tuple(call(compact_store, self.at(i).policy, store, rows) for i, store in enumerate(state.stores))
         return replace(state, stores=stores)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+    def admit(self, state: State, fresh: State, slot: Array) -> State:
+        """Writes a batch of one row, as `prefill` gives it, over the row in a slot; nothing else is touched.
+
+        Args:
+            state: the batch; its buffers are taken over.
+            fresh: the row.
+            slot: its place in the batch, int32 `[]`.
+        """
+        return jax.tree.map(lambda x, row: lax.dynamic_update_slice_in_dim(x, row, slot, axis=0), state, fresh)
 
     def _decode_step(self, model: Decoder, state: State, brought: Any) -> tuple[State, Array]:
         """Feeds each row's last token through the layers: the new state and the logits `[B, V]`."""
@@ -316,9 +334,9 @@ def mark_tokens(seen: Array, tokens: Array, length: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def compact_store(policy: Policy, store: Any) -> Any:
-    """Compacts one layer's store, whose buffers are taken over."""
-    return policy.compact(store)
+def compact_store(policy: Policy, store: Any, rows: Array) -> Any:
+    """Compacts one layer's store, whose buffers are taken over, in the rows bool `[B]` that end an interval."""
+    return policy.compact(store, rows)
 
 
 def run_if(condition: Array, function: Callable[[T], T], value: T) -> T:

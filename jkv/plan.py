@@ -117,7 +117,7 @@ def describe_plan(plan: Plan, full: Plan, *, name: str) -> str:
     wide = max(len(name), 12) + 2
     lines = [f"{plan.batch} rows of {plan.length} tokens"] + [f"{a:20}{b!s:>{wide}}{c!s:>14}" for a, b, c in rows]
     limit = memory_limit()
-    fits = "fits" if plan.total <= limit else "does not fit; lower the budget, --batch-size or --max-new-tokens"
+    fits = "fits" if plan.total <= limit else "does not fit; lower the budget, --slots or --max-new-tokens"
     parts = " + ".join(f"{count} {part}" for part, count in plan.tokens_read.items())
     lines.append(f"read per kv head and step, at most: {parts}")
     return "\n".join([*lines, f"{fits} in {format_bytes(limit)}, workspace of the programs not counted"])

@@ -1,15 +1,14 @@
 """A run over prompts: how answers are drawn, what comes of them, and what they took."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-import numpy as np
 
 from jkv.engine import Request
-from jkv.loop import Batch
+from jkv.loop import OnKept, Row, Scheduler
 from jkv.plan import Plan, make_plan
 from jkv.policies import Policy
 from jkv.sampling import Sampling, check_seed, seed_words
@@ -91,11 +90,11 @@ class Stats:
 
     Attributes:
         prompt_tokens, new_tokens: of all rows that have ended.
-        prefill_seconds, decode_seconds, compile_seconds: summed over batches.
+        prefill_seconds, decode_seconds, compile_seconds: summed over all rows.
         first_token_at: when the first token was there, in seconds since the epoch; None before.
         longest_text: tokens of the longest text, prompt and answer together.
         decoded_tokens: new tokens without the first of each row, which prefill draws.
-        plan: bytes held and read, of one batch.
+        plan: bytes held and read, of all slots.
     """
 
     plan: Plan
@@ -140,9 +139,9 @@ class Run:
     policy: Policy
     config: GenerationConfig
     samples: int
-    batch_size: int
+    slots: int
     rows: Sequence[int]
-    on_kept: Callable[[int, np.ndarray], None] | None = None
+    on_kept: OnKept | None = None
 
     def __post_init__(self) -> None:
         """Sizes the cache for the longest of the prompts."""
@@ -160,7 +159,7 @@ class Run:
                 self.llm.checkpoint.config,
                 self.policy,
                 self.engine.spec,
-                batch=self.batch_size,
+                batch=self.slots,
                 length=length,
                 dtype=self.llm.dtype,
             )
@@ -171,15 +170,9 @@ class Run:
         return min(self.config.max_new_tokens, self.llm.checkpoint.config.max_position - len(self.prompts[prompt]))
 
     def __iter__(self) -> Iterator[Piece | Result]:
-        """Runs batch after batch."""
-        for first in range(0, len(self.rows), self.batch_size):
-            yield from self._run_batch(self.rows[first : first + self.batch_size])
-
-    def _run_batch(self, rows: Sequence[int]) -> Iterator[Piece | Result]:
-        idle = self.batch_size - len(rows)
+        """Runs the rows, each in the slot that is free first."""
         eos = () if self.config.ignore_eos else self.llm.eos_ids
-        which = [row // self.samples for row in rows]
-        batch = Batch(
+        scheduler = Scheduler(
             engine=self.engine,
             weights=self.llm.weights,
             programs=self.llm.programs,
@@ -188,26 +181,28 @@ class Run:
                 jnp.asarray(_pad_eos(eos), jnp.int32),
                 self.llm.bring(self.policy),
             ),
-            prompts=[*(self.prompts[p] for p in which), *[[]] * idle],
-            limits=[*(self.limit(p) for p in which), *[0] * idle],
-            rows=[*rows, *[0] * idle],
+            rows=(self._row(row) for row in self.rows),
+            slots=self.slots,
             on_kept=self.on_kept,
         )
-        writers = [_Writer(self, row, eos) for row in rows]
+        writers: dict[int, _Writer] = {}
         compiling = self.llm.programs.seconds
-        for tokens in batch.blocks():
-            self.stats.first_token_at = self.stats.first_token_at or time.time()
-            for index, writer in enumerate(writers):
-                if writer.finish_reason is None:
-                    yield from writer.push([int(t) for t in tokens[index] if t >= 0])
-                    if writer.finish_reason is not None:
-                        batch.stop(index)
-                        yield self._count(writer)
-            if all(writer.finish_reason is not None for writer in writers):
-                break
-        self.stats.prefill_seconds += batch.prefill_seconds
-        self.stats.decode_seconds += batch.decode_seconds
-        self.stats.compile_seconds += self.llm.programs.seconds - compiling
+        try:
+            for row, tokens in scheduler.run():
+                self.stats.first_token_at = self.stats.first_token_at or time.time()
+                writer = writers.setdefault(row.id, _Writer(self, row, eos))
+                yield from writer.push(tokens.tolist())
+                if writer.finish_reason is not None:
+                    scheduler.stop(row)
+                    yield self._count(writers.pop(row.id))
+        finally:
+            self.stats.prefill_seconds = scheduler.prefill_seconds
+            self.stats.decode_seconds = scheduler.decode_seconds
+            self.stats.compile_seconds = self.llm.programs.seconds - compiling
+
+    def _row(self, row: int) -> Row:
+        prompt = row // self.samples
+        return Row(row, self.prompts[prompt], self.limit(prompt))
 
     def _count(self, writer: "_Writer") -> Result:
         result = writer.result()
@@ -221,9 +216,9 @@ class Run:
 class _Writer:
     """Turns one row's tokens into text, and notices where the answer ends."""
 
-    def __init__(self, run: Run, row: int, eos: Sequence[int]):
-        self.run, self.eos = run, frozenset(eos)
-        self.prompt, self.sample = divmod(row, run.samples)
+    def __init__(self, run: Run, row: Row, eos: Sequence[int]):
+        self.run, self.row, self.eos = run, row, frozenset(eos)
+        self.prompt, self.sample = divmod(row.id, run.samples)
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: str | None = None
@@ -234,7 +229,7 @@ class _Writer:
         for token in tokens:
             self.tokens.append(token)
             text, stopped = self.stop.push(self.decoder.push([token]))
-            ended = token in self.eos or len(self.tokens) >= self.run.limit(self.prompt)
+            ended = token in self.eos or len(self.tokens) >= self.row.limit
             if stopped or token in self.eos:
                 self.finish_reason = "stop"
             elif ended:
@@ -251,7 +246,7 @@ class _Writer:
 
     def result(self) -> Result:
         """The finished answer."""
-        prompt, text = self.run.prompts[self.prompt], "".join(self.texts)
+        prompt, text = self.row.prompt, "".join(self.texts)
         tail = self.run.llm.tokenizer.decode(prompt[-8:], skip_special=False)
         reasoning, answer = split_reasoning(
             text, open=tail.rstrip().endswith("<think>"), truncated=self.finish_reason == "length"

@@ -101,11 +101,12 @@ def multiply(axes: str, x: Array, y: Array) -> Array:
     return jnp.einsum(axes, x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def fold(store: Shadow, *, size: int, local: int, most: int) -> Shadow:
+def fold(store: Shadow, rows: Array, *, size: int, local: int, most: int) -> Shadow:
     """Makes chunks of the exact tokens after the chunks, but for the last `local` chunks and what fills none.
 
     Args:
         store: the cache.
+        rows: which to do so for, bool `[B]`.
         size: tokens of a chunk.
         local: whole chunks that stay exact.
         most: chunks to make, at most.
@@ -114,7 +115,8 @@ def fold(store: Shadow, *, size: int, local: int, most: int) -> Shadow:
     batch, heads, capacity = exact.pos.shape
     first = store.chunks * size  # position of the first token after the chunks, `[B]`
     start = exact.length - jnp.sum(exact.pos >= first.reshape(-1, 1, 1), axis=-1, dtype=jnp.int32)
-    count = jnp.clip((exact.length - start)[:, 0] // size - local, 0, most)  # `[B]`, the same in all heads
+    count = jnp.clip((exact.length - start)[:, 0] // size - local, 0, most)  # the same in all heads
+    count = jnp.where(rows, count, 0)
 
     token = jnp.arange(most * size, dtype=jnp.int32)
     slot = jnp.minimum(start[..., None] + token.reshape(1, 1, -1), capacity - 1)[..., None]

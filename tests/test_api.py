@@ -43,7 +43,7 @@ def ids(length: int, *, seed: int = 0) -> list[int]:
 
 def draw(llm: jkv.LLM, prompts: list[list[int]], *, policy: str = "full", **options: Any) -> list[Result]:
     """Results in the order of prompts and samples; what is no argument of `LLM.run` is a `GenerationConfig` field."""
-    run = {name: options.pop(name) for name in ("samples", "batch_size", "rows", "on_kept") if name in options}
+    run = {name: options.pop(name) for name in ("samples", "slots", "rows", "on_kept") if name in options}
     asked = GenerationConfig(**{"max_new_tokens": NEW, **options})
     results = [event for event in llm.run(prompts, policy=policy, config=asked, **run) if isinstance(event, Result)]
     return sorted(results, key=lambda result: (result.prompt, result.sample))
@@ -141,21 +141,22 @@ def test_an_early_end_of_a_stream_leaves_nothing_behind(llm):
 def test_a_row_is_the_same_in_any_batch(llm):
     prompts = [ids(31, seed=1), ids(2, seed=2), ids(17, seed=3)]
     together = tokens(draw(llm, prompts))
-    assert together == [tokens(draw(llm, [prompt], batch_size=1))[0] for prompt in prompts]
+    assert together == [tokens(draw(llm, [prompt], slots=1))[0] for prompt in prompts]
     assert together == tokens(draw(llm, prompts[::-1]))[::-1]
     assert len(set(together)) == 3
 
 
-def test_a_short_last_batch_compiles_nothing(llm):
+def test_more_rows_than_slots_compile_two_programs_more(llm):
     llm = changed(llm)
     prompts = [ids(3 + index, seed=index) for index in range(9)]
-    first = tokens(draw(llm, prompts[:4], batch_size=4))
+    first = tokens(draw(llm, prompts[:4], slots=4))
     compiled = list(llm.programs.names)
-    results = draw(llm, prompts, batch_size=4)
-    assert llm.programs.names == compiled and compiled.count("decode") == 1
+    results = draw(llm, prompts, slots=4)
+    assert llm.programs.names == [*compiled, "read_layer", "admit"] and compiled.count("decode") == 1
     assert [result.prompt for result in results] == list(range(9))
     assert tokens(results)[:4] == first
-    assert tokens(results)[8] == tokens(draw(llm, prompts[8:], batch_size=4))[0]
+    assert tokens(results) == tokens(draw(llm, prompts[::-1], slots=4))[::-1]
+    assert len(llm.programs.names) == len(compiled) + 2
 
 
 def test_few_programs_for_many_lengths(llm):
@@ -198,8 +199,8 @@ def test_samples_differ_and_depend_on_nothing_but_seed_and_row(llm):
     assert [(result.prompt, result.sample) for result in results] == [(p, s) for p in range(2) for s in range(3)]
     drawn = tokens(results)
     assert len(set(drawn)) == 6
-    assert tokens(draw(llm, prompts, batch_size=2, **settings)) == drawn
-    assert tokens(draw(llm, prompts, batch_size=2, rows=[5, 0, 3, 1, 4, 2], **settings)) == drawn
+    assert tokens(draw(llm, prompts, slots=2, **settings)) == drawn
+    assert tokens(draw(llm, prompts, slots=2, rows=[5, 0, 3, 1, 4, 2], **settings)) == drawn
     assert tokens(draw(llm, prompts, rows=[4], **settings)) == [drawn[4]]
 
 
@@ -312,7 +313,7 @@ def test_reasoning_is_split_off(tmp_path, llm):
 
 def test_statistics_can_be_recomputed(llm):
     prompts = [ids(5), ids(30), ids(12)]
-    run = llm.run(prompts, policy=EVICT, batch_size=2, config=GenerationConfig(max_new_tokens=NEW))
+    run = llm.run(prompts, policy=EVICT, slots=2, config=GenerationConfig(max_new_tokens=NEW))
     results = [event for event in run if isinstance(event, Result)]
     report = run.stats.report()
     assert report["prompt_tokens"] == 47 == sum(result.prompt_tokens for result in results)
@@ -353,17 +354,17 @@ def test_bytes_held_are_those_of_the_arrays(llm, policy):
 
 def test_kept_positions_are_reported_after_every_compaction(llm):
     kept = []
-    on_kept = lambda step, positions: kept.append((step, positions))  # noqa: E731
-    draw(llm, [ids(40), ids(6)], policy=EVICT, ignore_eos=True, on_kept=on_kept)
-    assert [step for step, _ in kept] == [0, 8, 16, 24]
-    for step, positions in kept:
-        assert positions.shape == (2, 2, 2, 32)  # layers, rows, heads, slots
-        for row, length in enumerate((40, 6)):
-            seen = min(length + step, length + NEW - 1)  # the last token is drawn and never read
-            held = positions[:, row][positions[:, row] >= 0].reshape(2, 2, -1)
-            assert held.shape[-1] == min(seen, 24)
-            assert np.all(np.diff(held) > 0)
-            assert np.array_equal(held[..., -8:], np.broadcast_to(np.arange(seen)[-8:], held[..., -8:].shape))
+    on_kept = lambda row, step, positions: kept.append((row.id, step, positions))  # noqa: E731
+    prompts = [ids(40), ids(6), ids(33)]
+    draw(llm, prompts, policy=EVICT, ignore_eos=True, on_kept=on_kept, slots=2)
+    assert sorted((row, step) for row, step, _ in kept) == [(row, step) for row in range(3) for step in (0, 8, 16, 24)]
+    for row, step, positions in kept:
+        assert positions.shape == (2, 2, 32)  # layers, heads, slots
+        seen = len(prompts[row]) + min(step, NEW - 1)  # the last token is drawn and never read
+        held = positions[positions >= 0].reshape(2, 2, -1)
+        assert held.shape[-1] == min(seen, 24)
+        assert np.all(np.diff(held) > 0)
+        assert np.array_equal(held[..., -8:], np.broadcast_to(np.arange(seen)[-8:], held[..., -8:].shape))
 
 
 def test_half_precision_runs_twice_the_same(folder):
@@ -423,8 +424,8 @@ def test_bad_requests_are_refused(llm):
     for raw in (True, False):
         with pytest.raises(ValueError, match="half a character"):
             jkv.generate(llm, "a\ud800b", raw=raw)
-    with pytest.raises(ValueError, match="batch_size=0 and samples=1"):
-        llm.run([ids(3)], batch_size=0)
+    with pytest.raises(ValueError, match="slots=0 and samples=1"):
+        llm.run([ids(3)], slots=0)
     with pytest.raises(ValueError, match="'nothing' does not exist"):
         llm.run([ids(3)], policy="nothing")
     assert jkv.generate(llm, []) == []

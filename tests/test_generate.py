@@ -237,14 +237,14 @@ def test_the_embedded_model_is_said_to_be_used(main, folder, monkeypatch):
 
 
 def test_answers_of_a_prompts_file(run, prompts, llm):
-    ran = run("--input", prompts, "--batch-size", 2, "--json")
+    ran = run("--input", prompts, "--slots", 2, "--json")
     texts = [row.get("prompt") or row["problem"] for row in PROMPTS]
     expected = jkv.generate(llm, texts, raw=True, config=jkv.GenerationConfig(max_new_tokens=NEW))
     found = {row["id"]: row["token_ids"] for row in ran.results}
     assert found == {key: list(result.tokens) for key, result in zip(("a", 2, "c"), expected, strict=True)}
     printed = run("--input", prompts).out
     assert all(f"## {key} 0\n{result.text}\n" in printed for key, result in zip(("a", 2, "c"), expected, strict=True))
-    assert run("--input", prompts, "--stream", "--batch-size", 1).out == "".join(r.text + "\n" for r in expected)
+    assert run("--input", prompts, "--stream", "--slots", 1).out == "".join(r.text + "\n" for r in expected)
 
 
 def test_a_run_goes_on_where_it_ended(run, prompts, tmp_path):
@@ -287,7 +287,7 @@ def test_answers_of_other_settings_are_not_mixed(run, prompts, tmp_path):
 def test_a_killed_run_loses_and_doubles_nothing(run, folder, tmp_path):
     prompts, path = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} + {n} = "}) + "\n" for n in range(60)))
-    options = ["--input", str(prompts), "--output", str(path), "--batch-size", "1"]
+    options = ["--input", str(prompts), "--output", str(path), "--slots", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jkv.generate", "--model", folder, "--raw", "--max-new-tokens", "64", *options],
         stderr=subprocess.DEVNULL,
@@ -362,9 +362,9 @@ def table(text: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("policy", [EVICT, "full", "h2o:budget=25%,floor=8,interval=4"])
 def test_a_dry_run_prints_what_a_run_holds(run, prompts, policy):
-    options = ("--input", prompts, "--policy", policy, "--batch-size", 2)
+    options = ("--input", prompts, "--policy", policy, "--slots", 2)
     stats = json.loads(run(*options, "--json").out)["stats"]
-    full = json.loads(run("--input", prompts, "--batch-size", 2, "--json").out)["stats"]
+    full = json.loads(run("--input", prompts, "--slots", 2, "--json").out)["stats"]
     ran = run(*options, "--dry-run")
     assert ran.code == 0 and "tokens/s" not in ran.err
     rows = table(ran.out)
@@ -379,7 +379,7 @@ def test_a_dry_run_prints_what_a_run_holds(run, prompts, policy):
 
 
 def test_a_dry_run_needs_no_prompt(run):
-    ran = run("--dry-run", "--batch-size", 16, "--policy", "gkv:budget=128", new=400)
+    ran = run("--dry-run", "--slots", 16, "--policy", "gkv:budget=128", new=400)
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("16 rows of 400 tokens\n")
     assert table(ran.out)["slots per kv head"] == ["256", "512"]
@@ -457,13 +457,12 @@ class Oldest(Evict):
         ("--implementation triton", "implementation 'triton' needs an NVIDIA GPU, and jax finds cpu; use xla"),
         ("--policy full:attention=flash", "implementation 'cudnn' needs an NVIDIA GPU"),
         ("--policy full:attention=fast", "attention is 'fast'; it must be auto or eager or flash or splitk"),
-        ("--samples 0", "--samples 0 and --batch-size 8 must be at least 1"),
-        ("--batch-size 0", "--batch-size 0 must be at least 1"),
+        ("--samples 0", "--samples 0 and --slots 8 must be at least 1"),
+        ("--slots 0", "--slots 0 must be at least 1"),
         ("--template-arg x", "--template-arg 'x' must be NAME=VALUE"),
         ("--template-arg x=1", "--raw leaves the chat template out"),
         ("--revision main", "revision 'main' applies to a model of the Hugging Face hub"),
         ("--stream --json", "--stream prints text, which --json"),
-        ("--trace-kept kept.npz --samples 9", "--trace-kept needs all 9 rows in one batch; set --batch-size 9"),
         ("--trace-kept kept", "--trace-kept kept: the name must end in .npz"),
         ("--trace-kept none/kept.npz", "the folder none does not exist; make it first"),
         ("--manifest none/run.json", "the folder none does not exist; make it first"),

@@ -64,7 +64,7 @@ def score_and_compact(policy: Evict, slots: Slots) -> tuple[Array, Slots]:
             scores.append(score)
             return super().rank(slots, score, due)
 
-    after = Watched(**dict(describe(policy))).compact(slots)
+    after = Watched(**dict(describe(policy))).compact(slots, np.ones(slots.pos.shape[0], bool))
     return scores[0], after
 
 

@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     run = _start(options, load(checkpoint, dtype=options.dtype, implementation=options.implementation), items)
     _print_header(options, run)
-    kept: list[tuple[int, np.ndarray]] = []
+    kept: dict[int, list[np.ndarray]] = {}  # of each row, after its prompt and after every interval
     if options.trace_kept:
-        run.on_kept = lambda step, positions: kept.append((step, positions))
+        run.on_kept = lambda row, _, positions: kept.setdefault(row.id, []).append(positions)
     with _open_answers(options, run) as answers:
         results = _answer(options, run, items, answers)
     _print_report(run)
@@ -93,7 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_generation_options(parser)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--samples", type=int, default=1, metavar="N", help="answers for each prompt (default: 1)")
-    batch.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows decoded together (default: 8)")
+    batch.add_argument(
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="answers decoded together; when one ends, its slot is given to the next (default: 8)",
+    )
+    batch.add_argument(
+        "--longest-first", action="store_true", help="begin with the longest prompts (default: in the order given)"
+    )
     batch.add_argument(
         "--output", type=Path, metavar="FILE", help="JSONL file of answers; a run that was killed goes on"
     )
@@ -136,8 +145,8 @@ def _check(options: argparse.Namespace) -> None:
     cli.parse_template_arguments(options.template_arg)
     if not (options.prompt is not None or options.input or options.dry_run):
         raise ValueError("no prompt; give one with -p TEXT (- reads standard input) or --input FILE.jsonl")
-    if options.samples < 1 or options.batch_size < 1:
-        raise ValueError(f"--samples {options.samples} and --batch-size {options.batch_size} must be at least 1")
+    if options.samples < 1 or options.slots < 1:
+        raise ValueError(f"--samples {options.samples} and --slots {options.slots} must be at least 1")
     if options.raw and (options.system is not None or options.template_arg):
         raise ValueError("--raw leaves the chat template out, which --system and --template-arg are for; drop one")
     if options.stream and (options.json or options.output):
@@ -150,13 +159,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_rows(options: argparse.Namespace, rows: int) -> None:
-    """Refuses what needs all rows in one batch, or one row at a time."""
-    if options.trace_kept and rows > options.batch_size:
-        raise ValueError(f"--trace-kept needs all {rows} rows in one batch; set --batch-size {rows}")
-    if options.stream and min(rows, options.batch_size) > 1:
-        raise ValueError(
-            f"--stream prints one answer as it grows, and there are {rows}; set --batch-size 1, or drop it"
-        )
+    """Refuses what needs one row at a time."""
+    if options.stream and min(rows, options.slots) > 1:
+        raise ValueError(f"--stream prints one answer as it grows, and there are {rows}; set --slots 1, or drop it")
 
 
 def _read_items(options: argparse.Namespace) -> list[Item]:
@@ -195,8 +200,8 @@ def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item]) -> Run:
         policy=options.policy,
         config=llm.default_config(**cli.generation_changes(options)),
         samples=options.samples,
-        batch_size=options.batch_size,
-        rows=None if items else range(options.batch_size),
+        slots=options.slots,
+        rows=None if items else range(options.slots),
     )
     if options.rerun and not options.dry_run:  # which has no weights to compare
         check_same(read_manifest(options.rerun), run)
@@ -246,6 +251,8 @@ def _answer(options: argparse.Namespace, run: Run, items: Sequence[Item], answer
         ]
         if len(run.rows) < len(everything):
             _say(f"{options.output}: {len(everything) - len(run.rows)} of {len(everything)} answers are there already")
+    if options.longest_first:
+        run.rows = sorted(run.rows, key=lambda row: -len(run.prompts[row // options.samples]))
     stream = options.stream if options.stream is not None else len(everything) == 1
     stream = stream and not options.json and answers is None
     results: list[Result] = []
@@ -286,13 +293,18 @@ def _progress(quiet: bool, total: int) -> Iterator[Any]:
         yield advance
 
 
-def _save_trace(path: Path, run: Run, kept: Sequence[tuple[int, np.ndarray]], results: Sequence[Result]) -> None:
-    """Saves the positions that were kept after the prompt and after every compaction, and the texts they are of."""
+def _save_trace(path: Path, run: Run, kept: Mapping[int, Sequence[np.ndarray]], results: Sequence[Result]) -> None:
+    """Saves the positions that were kept after the prompt and after every compaction, and the texts they are of.
+
+    A row that has ended is repeated as it was.
+    """
     ordered = sorted(results, key=lambda result: (result.prompt, result.sample))
+    rows = [kept[result.prompt * run.samples + result.sample] for result in ordered]
+    count = max(map(len, rows))
     np.savez_compressed(
         path,
-        steps=np.array([step for step, _ in kept], np.int32),
-        kept=np.stack([positions[:, : len(ordered)] for _, positions in kept]),
+        steps=np.arange(count, dtype=np.int32) * run.policy.interval,
+        kept=np.stack([np.stack([*row, *[row[-1]] * (count - len(row))]) for row in rows], axis=2),
         prompt_ids=_pad([run.prompts[result.prompt] for result in ordered]),
         new_ids=_pad([result.tokens for result in ordered]),
     )
@@ -308,7 +320,7 @@ def _print_report(run: Run) -> None:
         "after the command"
     )
     _say(
-        f"kv held {format_bytes(plan.kv_held)} (+ {format_bytes(plan.metadata_held)} beside it) for {run.batch_size} "
+        f"kv held {format_bytes(plan.kv_held)} (+ {format_bytes(plan.metadata_held)} beside it) for {run.slots} "
         f"rows of {plan.capacity} slots; kv read {format_bytes(plan.kv_read)} a token at most, "
         f"{' + '.join(f'{count} {part}' for part, count in plan.tokens_read.items())} tokens per kv head"
     )

@@ -1,7 +1,7 @@
 """What a policy is: `Policy`, whose defaults are full attention, and `Evict`, which keeps a budget by score."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,8 +122,9 @@ class Policy:
         del token, probs
         return store
 
-    def compact(self, store: Any) -> Any:
-        """The store at the end of an interval."""
+    def compact(self, store: Any, rows: Array) -> Any:
+        """The store with an interval ended in some `rows`, bool `[B]`; the others stay as they are."""
+        del rows
         return store
 
     def positions(self, store: Any) -> Array:
@@ -248,7 +249,7 @@ class Evict(Policy):
         """The compacted prompt."""
         slots = self.begin(fill(prompt, window=self.window if self.needs_queries else 0), prompt)
         if slots.capacity >= self.least:
-            slots = self.compact(slots)
+            slots = self.compact(slots, jnp.ones(prompt.length.shape, bool))
         return resize(slots, self.capacity(spec), fills=self.fills)
 
     def score(self, slots: Slots, queries: Array) -> Array:
@@ -274,11 +275,13 @@ class Evict(Policy):
         most = min(self.most(2**30), slots.capacity)
         return pallas_kernels.select_top(score, count, most=most, implementation=slots.implementation)
 
-    def compact(self, store: Slots) -> Slots:
+    def compact(self, store: Slots, rows: Array) -> Slots:
         """Keeps sinks, window and the best of the rest."""
-        due, queries = self.due(store), store.window_queries()
-        store = self.remember(store, queries, due)
-        score = self.score(store, queries)
+        due, queries = self.due(store) & rows[:, None], store.window_queries()
+        # Kernels pass over empty slots, so that a head which keeps everything costs nothing.
+        scored = self.remember(replace(store, length=jnp.where(due, store.length, 0)), queries, due)
+        score = self.score(scored, queries)
+        store = replace(scored, length=store.length)
         if score.shape != store.pos.shape:
             raise ValueError(
                 f"policy {type(self).__name__}: score has shape {score.shape}; it must be [B, H, C], {store.pos.shape}"

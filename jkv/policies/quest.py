@@ -64,9 +64,9 @@ class PagedReading(Policy):
         """Appends the token, and widens the bounds of its page."""
         return widen_page(super().append(store, token), token, self.page)
 
-    def compact(self, store: Slots) -> Slots:
+    def compact(self, store: Slots, rows: Array) -> Slots:
         """The bounds of what is left."""
-        return bound_pages(super().compact(store), self.page)
+        return bound_pages(super().compact(store, rows), self.page)
 
     def select(self, store: Slots, q: Array, plan: object) -> View:
         """The pages of the highest bounds."""

@@ -205,9 +205,9 @@ class ShadowKV(Policy):
         stays = find(store.fresh, self.choose_chunks(store, token.q), none) | ~token.active.reshape(-1, 1, 1)
         return replace(store, fresh=jnp.where(stays, store.fresh, none))
 
-    def compact(self, store: Shadow) -> Shadow:
+    def compact(self, store: Shadow, rows: Array) -> Shadow:
         """Makes chunks of the decoded tokens that have left the last `local` chunks."""
-        return fold(store, size=self.chunk, local=self.local, most=-(-self.interval // self.chunk))
+        return fold(store, rows, size=self.chunk, local=self.local, most=-(-self.interval // self.chunk))
 
     def positions(self, store: Shadow) -> Array:
         """The exact ones, then those of the chunks."""
