@@ -69,6 +69,9 @@ def _measure(row: Row, target: Target) -> Figures:
         return _figures(compile_lowered(CONTROLS[row.program].lower(target), target, watched=OPERANDS), OPERANDS)
     if row.program in OPERATIONS:
         return _measure_operation(row, target)
+    if row.program == "admit":  # one row is read and written, in place
+        program = _compile_call(row, target, 1, rf"^state\..*{CACHE}")
+        return replace(_figures(program, rf"^state\..*{CACHE}"), floor=2 * program.size(r"^fresh\b"))
     watched = MATRICES if row.program == "read_layer" else CACHE
     return _figures(_compile_call(row, target, 1, watched), watched if row.program == "compact_store" else None)
 

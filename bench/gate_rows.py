@@ -4,6 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from bench.engines import (
     DTYPE,
     LONGEST_TEXT,
@@ -32,7 +35,7 @@ class Row:
 
     Attributes:
         gpu: of `gpu_target.TARGETS`.
-        program: "decode", "read_layer" or "compact_store", as the engine calls them; or one of
+        program: "decode", "read_layer", "compact_store" or "admit", as the engine calls them; or one of
             `gate_operations.OPERATIONS` or of `gate_controls.CONTROLS`.
         model: of `models.MODELS`; of `shapes.MODELS` for an operation.
         policy: its name; empty for an operation.
@@ -105,6 +108,7 @@ def policy_rows(gpu: str, model: str, policy: str, *, caches: Sequence[str], pro
         yield Row(gpu=gpu, program="decode", model=model, policy=policy, shape=cache)
         if known.interval:
             yield Row(gpu=gpu, program="compact_store", model=model, policy=policy, shape=cache)
+    yield Row(gpu=gpu, program="admit", model=model, policy=policy, shape=caches[0])
     for prompt in prompts:
         yield Row(gpu=gpu, program="read_layer", model=model, policy=policy, shape=prompt)
 
@@ -125,6 +129,9 @@ def engine_call(row: Row, target: Target, layers: int) -> Call:
         call(Engine.decode, engine, weights, state, make_request(), steps=engine.steps)
     elif row.program == "compact_store":
         engine.compact(state, call=call)
+    elif row.program == "admit":
+        fresh = prefill_shapes(engine, weights, 1, length, call)
+        call(Engine.admit, engine, state, fresh, jax.ShapeDtypeStruct((), jnp.int32))
     return calls[row.program]
 
 
