@@ -190,7 +190,9 @@ class Run:
         try:
             for row, tokens in scheduler.run():
                 self.stats.first_token_at = self.stats.first_token_at or time.time()
-                writer = writers.setdefault(row.id, _Writer(self, row, eos))
+                if row.id not in writers:
+                    writers[row.id] = _Writer(self, row, eos)
+                writer = writers[row.id]
                 yield from writer.push(tokens.tolist())
                 if writer.finish_reason is not None:
                     scheduler.stop(row)
