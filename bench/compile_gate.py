@@ -6,7 +6,8 @@
 
 Refuses, with exit code 1 and the lines named: any copy of a cache or of weights; a kernel that spills registers, or
 takes more shared memory than the GPU has; a decode step that needs much more workspace than its logits, moves much more
-than the weights and the cache once, or takes too many kernels a layer. Among the rows are programs that it must refuse.
+than the weights and the cache once, or takes too many kernels a layer; a program that takes other memory than is
+predicted. Among the rows are programs that it must refuse.
 Needs the extra `gate`, and the assembler `ptxas`.
 """
 
@@ -40,6 +41,7 @@ MOST_TRAFFIC = 1.10  # times the floor, of a decode step
 MOST_LAUNCHES = 12  # of a layer, in a decode step; one more where parts of a row's attention are combined
 # Where a step chooses what it reads.
 MOST_TRAFFIC_SELECTED, MOST_LAUNCHES_SELECTED = 1.15, 20
+MOST_OFF = 0.10  # of the bytes that are predicted without compiling
 SECONDS = 900.0  # for one row
 
 
@@ -123,6 +125,8 @@ def find_problems(row: Row, figures: Figures) -> Iterator[str]:
             yield f"{kernel.name} spills {kernel.spilled} bytes a thread"
         if (kernel.shared or 0) > TARGETS[row.gpu].gpu.shared_memory:
             yield f"{kernel.name} takes {kernel.shared} bytes of shared memory"
+    if figures.predicted is not None and abs(figures.predicted - 1) > MOST_OFF:
+        yield f"takes {1 / figures.predicted:.2f} times the memory that is predicted"
     if row.program in OPERATIONS and row.implementation not in ("xla", "eager") and not program.called:
         yield "calls no kernel of its own"
     if row.program == "decode":
@@ -153,6 +157,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "launches": lambda f: str(f.launches),
     "a layer": lambda f: "" if f.per_layer is None else f"{f.per_layer:g}",
     "moved / floor": lambda f: f"{f.ratio:.3f}",
+    "predicted memory": lambda f: "" if f.predicted is None else f"{f.predicted:.3f}",
     "registers": lambda f: _largest(f, "registers"),
     "shared": lambda f: _largest(f, "shared"),
     "spilled": lambda f: str(max((kernel.spilled for kernel in f.program.kernels), default=0)),

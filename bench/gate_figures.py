@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from bench.compiled import ADDED_TO, Compiled, compile_lowered
 from bench.gate_controls import CONTROLS
 from bench.gate_operations import OPERANDS, OPERATIONS, make_operation
-from bench.gate_rows import DTYPE, Row, choose_implementation, engine_call
-from bench.gpu_target import TARGETS, Target, lower_for, mosaic_for, place
+from bench.gate_rows import DTYPE, Row, engine_call
+from bench.gpu_target import TARGETS, Target, lower_for, mosaic_for, place, trace_for
 from bench.models import MODELS
 from jkv.engine import Engine
+from jkv.workspace import workspace
 from pallas_kernels import shapes
+from pallas_kernels.dispatch import plan_for
 
 # Two depths of a model: what a layer adds is their difference, and the real model is as much deeper.
 DEPTHS = (2, 4)
@@ -36,6 +38,7 @@ class Figures:
         launches: kernels and copies.
         per_layer: of them, what one more layer adds; None where there are no layers.
         moved, floor: bytes moved, and the least that would have to be.
+        predicted: bytes at the fullest by `jkv.workspace`, over those of the program; None of a single operation.
         program: the program that was compiled, of the larger of `DEPTHS`.
     """
 
@@ -47,6 +50,7 @@ class Figures:
     per_layer: float | None = None
     moved: float
     floor: float
+    predicted: float | None = None
     program: Compiled
 
     @property
@@ -70,10 +74,12 @@ def _measure(row: Row, target: Target) -> Figures:
     if row.program in OPERATIONS:
         return _measure_operation(row, target)
     if row.program == "admit":  # one row is read and written, in place
-        program = _compile_call(row, target, 1, rf"^state\..*{CACHE}")
-        return replace(_figures(program, rf"^state\..*{CACHE}"), floor=2 * program.size(r"^fresh\b"))
+        program, predicted = _compile_call(row, target, 1, rf"^state\..*{CACHE}")
+        floor = 2 * program.size(r"^fresh\b")
+        return replace(_figures(program, rf"^state\..*{CACHE}"), floor=floor, predicted=predicted)
     watched = MATRICES if row.program == "read_layer" else CACHE
-    return _figures(_compile_call(row, target, 1, watched), watched if row.program == "compact_store" else None)
+    program, predicted = _compile_call(row, target, 1, watched)
+    return replace(_figures(program, watched if row.program == "compact_store" else None), predicted=predicted)
 
 
 def _figures(program: Compiled, donated: str | None) -> Figures:
@@ -90,18 +96,22 @@ def _figures(program: Compiled, donated: str | None) -> Figures:
 
 
 def _measure_operation(row: Row, target: Target) -> Figures:
-    implementation = choose_implementation(row.implementation, target)
+    implementation = plan_for(row.implementation, target.gpu)
     operation = make_operation(row.program, shapes.MODELS[row.model], shapes.RUNS[row.shape], implementation)
     jitted = jax.jit(operation.function, donate_argnums=operation.donated)
     program = compile_lowered(lower_for(target, jitted, *place(operation.args, target)), target, watched=OPERANDS)
     return _figures(program, OPERANDS if operation.donated else None)
 
 
-def _compile_call(row: Row, target: Target, layers: int, watched: str) -> Compiled:
+def _compile_call(row: Row, target: Target, layers: int, watched: str) -> tuple[Compiled, float]:
+    """The program, and the bytes that are predicted over those that it takes at its fullest."""
     call = engine_call(row, target, layers)
-    lowered = lower_for(target, call.function, call.static, *place(call.args, target), **call.options)
+    traced = trace_for(target, call.function, call.static, *place(call.args, target), **call.options)
+    donated = [argument.donated for argument in jax.tree.leaves(traced.args_info)]
     reads = bytes_by_index(row, call.static) if row.program == "decode" else {}
-    return compile_lowered(lowered, target, watched=watched, runs=call.options.get("steps", 1), reads=reads)
+    program = compile_lowered(traced.lower(), target, watched=watched, runs=call.options.get("steps", 1), reads=reads)
+    held = sum(program.arguments.values()) + program.output - program.donated
+    return program, (held + workspace(traced.jaxpr, donated, platform="cuda")) / (held + program.temp)
 
 
 def bytes_by_index(row: Row, engine: Engine) -> dict[str, float]:
@@ -129,7 +139,7 @@ def bytes_read(row: Row, target: Target) -> int:
 
 def _measure_decode(row: Row, target: Target) -> Figures:
     config, batch = MODELS[row.model], shapes.RUNS[row.shape].batch
-    small, large = (_compile_call(row, target, layers, f"{CACHE}|{MATRICES}") for layers in DEPTHS)
+    (small, _), (large, predicted) = (_compile_call(row, target, layers, f"{CACHE}|{MATRICES}") for layers in DEPTHS)
 
     def per_layer(figure: Callable[[Compiled], float]) -> float:
         return (figure(large) - figure(small)) / (DEPTHS[1] - DEPTHS[0])
@@ -152,6 +162,7 @@ def _measure_decode(row: Row, target: Target) -> Figures:
         + bytes_read(row, target)
         - unread
         + config.num_layers * appended,
+        predicted=predicted,
         # Kernels of Mosaic tell of themselves when they are compiled first.
         program=replace(
             large,

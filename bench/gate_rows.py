@@ -17,12 +17,13 @@ from bench.engines import (
     shape_of_call,
 )
 from bench.gate_operations import OPERATIONS
-from bench.gpu_target import Target, device_of
-from bench.models import MODELS, abstract_weights
+from bench.gpu_target import Target
+from bench.models import MODELS
 from jkv.engine import Engine
+from jkv.memory import abstract_weights
 from jkv.policies import Evict, get_policy
 from jkv.policies.registry import names
-from pallas_kernels import Implementation, dispatch, shapes
+from pallas_kernels import dispatch, shapes
 
 PROMPTS = {"b8-t2048": (8, 2048), "b1-t16384": (1, 16384)}  # rows, tokens
 FULL_CACHES = ("b16-full16k", "b4-full34k")
@@ -135,18 +136,12 @@ def engine_call(row: Row, target: Target, layers: int) -> Call:
     return calls[row.program]
 
 
-def choose_implementation(name: str | None, target: Target) -> Implementation:
-    """What runs on a GPU, but that XLA stands in for cuDNN, which cannot be asked for a program without a GPU."""
-    chosen = dispatch.choose(name, device_of(target), DTYPE)
-    return replace(chosen, elsewhere=tuple(name for name in chosen.elsewhere if name != "cudnn"))
-
-
 def _make_engine(row: Row, target: Target, config: Any) -> tuple[int, int, Engine]:
     """Rows, tokens of the prompts, and the engine."""
     cache = shapes.RUNS.get(row.shape)
     policy = make_policy(row.policy, cache)
     batch, length = (cache.batch, cache.prompt) if cache else PROMPTS[row.shape]
     evicts = isinstance(policy, Evict)
-    implementation = choose_implementation(policy.implementation or row.implementation, target)
+    implementation = dispatch.plan_for(policy.implementation or row.implementation, target.gpu)
     longest = cache.capacity if cache and not evicts else LONGEST_TEXT
     return batch, length, make_engine(config, policy, implementation, prompt=length, longest=longest)

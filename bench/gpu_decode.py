@@ -20,10 +20,10 @@ from jax import Array
 
 from bench.engines import DTYPE, make_engine, make_policy, make_request, prefill_shapes
 from bench.gpu_operations import normal
-from bench.models import abstract_weights
 from jkv.cache import Slots
 from jkv.config import ModelConfig
 from jkv.engine import Engine, State
+from jkv.memory import abstract_weights
 from jkv.policies import Evict
 from pallas_kernels import Implementation
 from pallas_kernels.dispatch import XLA

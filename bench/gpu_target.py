@@ -126,8 +126,13 @@ def device_of(target: Target) -> Any:
 
 def lower_for(target: Target, function: Any, *args: Any, **options: Any) -> Any:
     """Lowers a jitted function as its call on the GPU would; arrays are given as shapes, static values as they are."""
+    return trace_for(target, function, *args, **options).lower()
+
+
+def trace_for(target: Target, function: Any, *args: Any, **options: Any) -> Any:
+    """Traces it alone."""
     with jax.sharding.use_abstract_mesh(mesh_of(target).abstract_mesh):
-        return function.lower(*args, **options)
+        return function.trace(*args, **options)
 
 
 @contextmanager

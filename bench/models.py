@@ -1,10 +1,6 @@
-"""The models of the papers' tables: their sizes, and parameters as shapes alone."""
-
-import jax
-from flax import nnx
+"""The models of the papers' tables: their sizes."""
 
 from jkv.config import ModelConfig, RopeConfig
-from jkv.models.decoder import Decoder
 
 MODELS = {
     # deepseek-ai/DeepSeek-R1-Distill-Qwen-7B
@@ -49,8 +45,3 @@ MODELS = {
         max_position=40960,
     ),
 }
-
-
-def abstract_weights(config: ModelConfig, dtype: str) -> nnx.State:
-    """The parameters of a model as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.state(Decoder(config, dtype=dtype)))

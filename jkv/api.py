@@ -23,6 +23,7 @@ from jkv.run import GenerationConfig, Piece, Result, Run
 from jkv.sampling import Sampling
 from jkv.text import Tokenizer, load_tokenizer
 from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Gpu
 
 Prompt = str | Sequence[Mapping[str, Any]]
 SHORTEST_MAX_LEN = 512
@@ -39,6 +40,7 @@ class LLM:
         decoder: the model.
         tokenizer: its tokenizer.
         implementation: what runs the operations of `pallas_kernels`; None is the quickest on the device.
+        gpu: plan runs for this GPU in place of the device; they can be looked at alone.
     """
 
     checkpoint: checkpoints.Checkpoint
@@ -46,6 +48,7 @@ class LLM:
     decoder: Decoder = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     implementation: str | None = None
+    gpu: Gpu | None = None
     programs: Programs = field(default_factory=Programs, repr=False)
     _brought: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -53,6 +56,11 @@ class LLM:
     def weights(self) -> nnx.State:
         """The parameters as the compiled programs take them."""
         return nnx.state(self.decoder)
+
+    @property
+    def platform(self) -> str:
+        """What programs are compiled for: "cpu" or "cuda"."""
+        return "cuda" if self.gpu or jax.default_backend() == "gpu" else "cpu"
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -138,7 +146,9 @@ class LLM:
             max_new=_round_length(max_new),
             max_prompt=_round_length(max_prompt),
             dtype=self.dtype,
-            implementation=dispatch.choose(asked, jax.devices()[0], self.dtype),
+            implementation=dispatch.plan_for(asked, self.gpu)
+            if self.gpu
+            else dispatch.choose(asked, jax.devices()[0], self.dtype),
         )
         return Engine(
             config=self.checkpoint.config, policy=policy, spec=spec, sampling=sampling, prefill_block=prefill_block
@@ -155,8 +165,9 @@ class LLM:
         policy: str | Policy = "full",
         config: GenerationConfig | None = None,
         samples: int = 1,
-        slots: int = 8,
+        slots: int | None = 8,
         rows: Sequence[int] | None = None,
+        memory: int | None = None,
         on_kept: OnKept | None = None,
     ) -> "Run":
         """Answers prompts, each in the slot that is free first; iterate over the returned `Run`.
@@ -166,14 +177,15 @@ class LLM:
             policy: a policy or its text form.
             config: None is the checkpoint's own (`default_config`).
             samples: answers for each prompt.
-            slots: rows decoded together; when one ends, its slot is given to the next.
+            slots: rows decoded together; when one ends, its slot is given to the next. None is as many as fit.
             rows: which answers to draw in which order, as prompt * samples + sample; None is all of them.
+            memory: bytes that the run may take, where `slots` is None; None is what the device has.
             on_kept: see `jkv.loop.Scheduler`.
 
         Raises:
-            ValueError: an empty prompt, or one that leaves no room for an answer.
+            ValueError: an empty prompt, or one that leaves no room for an answer; not even one row fits.
         """
-        if slots < 1 or samples < 1:
+        if (slots is not None and slots < 1) or samples < 1:
             raise ValueError(f"slots={slots} and samples={samples} must be at least 1")
         config = config or self.default_config()
         longest = self.checkpoint.config.max_position
@@ -188,7 +200,7 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < self.checkpoint.config.vocab_size:
                 raise ValueError(f"prompt {index} has token ids that the model does not; is the tokenizer its own?")
         rows = range(len(prompts) * samples) if rows is None else rows
-        return Run(self, prompts, self.prepare(policy), config, samples, min(slots, max(len(rows), 1)), rows, on_kept)
+        return Run(self, prompts, self.prepare(policy), config, samples, slots, rows, memory, on_kept)
 
 
 def load(
@@ -233,6 +245,11 @@ def resolve_dtype(checkpoint: checkpoints.Checkpoint, dtype: str | None) -> str:
         return checkpoints.resolve_dtype(checkpoint, dtype)
     if jax.default_backend() == "cpu":
         return "float32"
+    return half_precision(checkpoint)
+
+
+def half_precision(checkpoint: checkpoints.Checkpoint) -> str:
+    """The checkpoint's own dtype if that is half precision, else bfloat16."""
     return checkpoint.dtype if checkpoint.dtype in ("bfloat16", "float16") else "bfloat16"
 
 
@@ -243,7 +260,7 @@ def generate(
     policy: str | Policy = "full",
     config: GenerationConfig | None = None,
     samples: int = 1,
-    slots: int = 8,
+    slots: int | None = 8,
     raw: bool = False,
 ) -> list[Result]:
     """Answers one prompt or several.
@@ -254,7 +271,7 @@ def generate(
         policy: a policy or its text form, as "gkv:budget=512".
         config: how to draw; None is the checkpoint's own.
         samples: answers for each prompt.
-        slots: rows decoded together; when one ends, its slot is given to the next.
+        slots: rows decoded together; when one ends, its slot is given to the next. None is as many as fit.
         raw: take texts as they are, without the chat template.
 
     Returns:

@@ -1,16 +1,17 @@
 """What a run will hold and read, exactly and before anything is loaded: for `--dry-run` and the report at the end."""
 
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jkv.cache import Prompt
 from jkv.config import CacheSpec, ModelConfig
-from jkv.models.decoder import Decoder
+from jkv.memory import Peak, abstract_weights, nbytes
 from jkv.policies import Policy
 
 
@@ -38,34 +39,24 @@ class Plan:
     capacity: int
     tokens_read: dict[str, int]
 
-    @property
-    def total(self) -> int:
-        """Bytes of weights and cache together; the compiled programs' workspace comes on top."""
-        return self.weights + self.kv_held + self.metadata_held
-
 
 def make_plan(config: ModelConfig, policy: Policy, spec: CacheSpec, *, batch: int, length: int, dtype: str) -> Plan:
     """Counts the bytes of `batch` rows that grow to `length` tokens; nothing is allocated."""
     layers = Counter(policy.at(index, config.num_layers) for index in range(config.num_layers))
     stores = {own: jax.eval_shape(lambda own=own: own.ingest(spec, _empty_prompt(spec, batch))) for own in layers}
-    kv_held = sum(count * _nbytes(own.kv(stores[own])) for own, count in layers.items())
-    held = sum(count * _nbytes(stores[own]) for own, count in layers.items())
+    kv_held = sum(count * nbytes(own.kv(stores[own])) for own, count in layers.items())
+    held = sum(count * nbytes(stores[own]) for own, count in layers.items())
     shared = jax.eval_shape(lambda: policy.shared(spec, batch))
     return Plan(
         batch=batch,
         length=length,
-        weights=weight_bytes(config, dtype),
+        weights=nbytes(abstract_weights(config, dtype)),
         kv_held=kv_held,
-        metadata_held=held - kv_held + _nbytes(shared),
+        metadata_held=held - kv_held + nbytes(shared),
         kv_read=sum(count * own.bytes_read(spec, length) for own, count in layers.items()),
         capacity=policy.capacity(spec),
         tokens_read=min((own.tokens_read(spec, length) for own in layers), key=lambda read: sum(read.values())),
     )
-
-
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of a model's parameters in `dtype`."""
-    return _nbytes(nnx.state(Decoder(config, dtype=dtype)))
 
 
 def memory_limit() -> int:
@@ -86,6 +77,23 @@ def format_bytes(count: float) -> str:
     raise AssertionError
 
 
+def parse_bytes(text: str, name: str) -> int:
+    """The bytes of a size such as 80GiB, 40 GB or 512MiB.
+
+    Args:
+        text: a number and a unit, of 1,000 (GB) or 1,024 (GiB).
+        name: what to call it in an error.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ")) if found else 0
+    if size < 1:
+        raise ValueError(f"{name} {text!r} must be a size above 0 with its unit, as 80GiB, 80GB or 512MiB")
+    return size
+
+
 def _empty_prompt(spec: CacheSpec, batch: int) -> Prompt:
     heads = jnp.zeros((batch, spec.num_kv_heads, 1, spec.head_dim), spec.dtype)
     return Prompt(
@@ -98,12 +106,8 @@ def _empty_prompt(spec: CacheSpec, batch: int) -> Prompt:
     )
 
 
-def _nbytes(tree: object) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def describe_plan(plan: Plan, full: Plan, *, name: str) -> str:
-    """A table of what a policy holds and reads beside full attention, and whether it fits the device."""
+def describe_plan(plan: Plan, full: Plan, totals: tuple[int, int], *, name: str) -> str:
+    """A table of what a policy holds and reads beside full attention, with the most that either takes."""
     rows = [
         ("", name, "full"),
         ("slots per kv head", plan.capacity, full.capacity),
@@ -112,12 +116,19 @@ def describe_plan(plan: Plan, full: Plan, *, name: str) -> str:
         ("kv held", *(format_bytes(p.kv_held) for p in (plan, full))),
         ("beside the kv", *(format_bytes(p.metadata_held) for p in (plan, full))),
         ("kv read per token", *(format_bytes(p.kv_read) for p in (plan, full))),
-        ("in all", *(format_bytes(p.total) for p in (plan, full))),
+        ("in all, at most", *map(format_bytes, totals)),
     ]
     wide = max(len(name), 12) + 2
     lines = [f"{plan.batch} rows of {plan.length} tokens"] + [f"{a:20}{b!s:>{wide}}{c!s:>14}" for a, b, c in rows]
-    limit = memory_limit()
-    fits = "fits" if plan.total <= limit else "does not fit; lower the budget, --slots or --max-new-tokens"
     parts = " + ".join(f"{count} {part}" for part, count in plan.tokens_read.items())
     lines.append(f"read per kv head and step, at most: {parts}")
-    return "\n".join([*lines, f"{fits} in {format_bytes(limit)}, workspace of the programs not counted"])
+    return "\n".join(lines)
+
+
+def describe_programs(programs: Mapping[str, Peak]) -> str:
+    """A line for each program: what it takes at its fullest, and how much of that is workspace."""
+    lines = [
+        f"{name:20}{format_bytes(peak.total):>12}, workspace {format_bytes(peak.workspace)}"
+        for name, peak in programs.items()
+    ]
+    return "\n".join(["at the fullest of each program:", *lines])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jkv.engine import Request
-from jkv.loop import OnKept, Row, Scheduler
-from jkv.plan import Plan, make_plan
+from jkv.loop import OnKept, Row, Scheduler, bucket
+from jkv.memory import largest_batch
+from jkv.plan import Plan, format_bytes, make_plan, memory_limit
 from jkv.policies import Policy
 from jkv.sampling import Sampling, check_seed, seed_words
 from jkv.text import StopChecker, StreamDecoder, split_reasoning
@@ -139,8 +140,9 @@ class Run:
     policy: Policy
     config: GenerationConfig
     samples: int
-    slots: int
+    most_slots: int | None
     rows: Sequence[int]
+    memory: int | None = None
     on_kept: OnKept | None = None
 
     def __post_init__(self) -> None:
@@ -154,6 +156,8 @@ class Run:
             max_new=self.config.max_new_tokens,
             max_prompt=longest,
         )
+        self.padded_prompt = bucket(longest)
+        self.slots = min(self.most_slots or self._fitting_slots(), max(len(self.rows), 1))
         self.stats = Stats(
             plan=make_plan(
                 self.llm.checkpoint.config,
@@ -164,6 +168,22 @@ class Run:
                 dtype=self.llm.dtype,
             )
         )
+
+    def _fitting_slots(self) -> int:
+        memory = self.memory or memory_limit()
+        fits = largest_batch(
+            self.engine,
+            prompt=self.padded_prompt,
+            memory=memory,
+            platform=self.llm.platform,
+            refills=True,
+            most=max(len(self.rows), 1),
+        )
+        if not fits:
+            raise ValueError(
+                f"not even one row fits in {format_bytes(memory)}; lower the policy's budget or max_new_tokens"
+            )
+        return fits
 
     def limit(self, prompt: int) -> int:
         """Tokens that the answer to a prompt may have: what the text may be long in all is the model's to say."""

@@ -98,6 +98,17 @@ def choose(name: str | None, device: Any, dtype: str) -> Implementation:
     return chosen
 
 
+def plan_for(name: str | None, gpu: Gpu) -> Implementation:
+    """What `choose` gives on another GPU, for programs that are looked at and not run.
+
+    XLA stands in for cuDNN, which cannot be asked for a program where there is no GPU.
+
+    Raises:
+        ValueError: as `choose`.
+    """
+    return Implementation(name or "triton", elsewhere=("triton", "xla"), gpu=gpu)  # pyright: ignore[reportArgumentType]
+
+
 def _is_there(name: Name) -> bool:
     try:
         return all(find(op, Implementation(name)) for op, kernels in KERNELS.items() if name in kernels)

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -356,8 +357,8 @@ def test_a_manifest_repeats_a_run(main, run, prompts, tmp_path):
 
 def table(text: str) -> dict[str, list[str]]:
     """Rows of the table that --dry-run prints: the policy's value and full attention's."""
-    lines = [line for line in text.splitlines() if line[:1].strip() and line[20:].strip()]
-    return {line[:20].strip(): [part.strip() for part in line[20:].split("  ") if part.strip()] for line in lines[1:-1]}
+    lines = [line for line in text.splitlines()[2:] if line[:1].strip() and line[20:].strip()]
+    return {line[:20].strip(): [part.strip() for part in line[20:].split("  ") if part.strip()] for line in lines[:-1]}
 
 
 @pytest.mark.parametrize("policy", [EVICT, "full", "h2o:budget=25%,floor=8,interval=4"])
@@ -375,7 +376,7 @@ def test_a_dry_run_prints_what_a_run_holds(run, prompts, policy):
         "kv read per token": "kv_bytes_read_per_token",
     }.items():
         assert rows[row] == [format_bytes(stats[key]), format_bytes(full[key])], row
-    assert "fits in " in ran.out
+    assert "\nfits in " in ran.out
 
 
 def test_a_dry_run_needs_no_prompt(run):
@@ -383,6 +384,44 @@ def test_a_dry_run_needs_no_prompt(run):
     assert (ran.code, ran.err) == (0, "")
     assert ran.out.startswith("16 rows of 400 tokens\n")
     assert table(ran.out)["slots per kv head"] == ["256", "512"]
+
+
+def test_a_dry_run_for_another_gpu(run):
+    options = ("--dry-run", "--policy", "gkv:budget=128", "--memory", "1MB")
+    ran = run(*options, "--slots", 400, new=400)
+    assert (ran.code, ran.err) == (0, "")
+    verdict = re.search(r"\ndoes not fit in 976\.6 KiB; one of these would: --slots (\d+)", ran.out)
+    assert verdict, ran.out
+    most = verdict[1]
+    fits = run(*options, "--slots", "auto", new=400).out
+    assert fits.startswith(f"{most} rows of 400 tokens\n") and "\nfits in 976.6 KiB" in fits
+    assert "\nrefill " in fits and "\nadmit " in fits  # there may be more rows than slots
+    assert "\ndoes not fit" in run(*options, "--slots", int(most) + 1, new=400).out
+    # Half precision, unless another is asked for.
+    half, single = (
+        float(table(run(*options, "--slots", 1, *more).out)["weights"][0].split()[0])
+        for more in ((), ("--dtype", "float32"))
+    )
+    assert half == pytest.approx(single / 2, rel=0.01)
+
+
+def test_as_many_slots_as_fit(run, prompts):
+    assert run("--input", prompts, "--slots", "auto", "--json").ids == run("--input", prompts, "--json").ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--memory", "80GiB"), "--memory is for plans"),
+        (("--memory", "80", "--dry-run"), "--memory '80' must be a size"),
+        (("--slots", "many"), "'many' must be a number or auto"),
+        (("--slots", "0"), "--slots 0 must be at least 1"),
+        (("--dry-run", "--slots", "auto", "--memory", "1KiB"), "not even one row fits in 1.0 KiB"),
+    ],
+)
+def test_memory_and_slots_that_make_no_sense(run, options, message):
+    ran = run("-p", "one", *options)
+    assert ran.code == 2 and ran.err.startswith("error: ") and message in ran.err and ran.err.count("\n") == 1
 
 
 # Policies

@@ -17,15 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import weights
 from jkv import cli
-from jkv.api import LLM, load, resolve_dtype
+from jkv.api import LLM, half_precision, load, resolve_dtype
+from jkv.commands.dry_run import describe_run
 from jkv.jsonl import Answers, Item, read_prompts
 from jkv.manifest import check_same, read_manifest, write_manifest
 from jkv.models.decoder import Decoder
-from jkv.plan import describe_plan, format_bytes, make_plan
+from jkv.plan import format_bytes, memory_limit, parse_bytes
 from jkv.policies import format_policy, get_policy
 from jkv.run import GenerationConfig, Piece, Result, Run
 from jkv.sampling import Sampling
 from jkv.text import load_tokenizer
+from pallas_kernels.dispatch import H100
 
 EXAMPLES = """examples:
   python -m jkv.generate -p "Why is the sky blue?" --policy gkv:budget=256
@@ -33,7 +35,7 @@ EXAMPLES = """examples:
 """
 FAR = 2**30  # tokens; longer than any text
 # Options that say how to run, not what: a manifest does not keep them.
-TRANSIENT = ("rerun", "manifest", "debug", "dry_run", "list_policies", "explain", "trace_kept")
+TRANSIENT = ("rerun", "manifest", "debug", "dry_run", "memory", "list_policies", "explain", "trace_kept")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,10 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("--samples", type=int, default=1, metavar="N", help="answers for each prompt (default: 1)")
     batch.add_argument(
         "--slots",
-        type=int,
+        type=_parse_slots,
         default=8,
         metavar="N",
-        help="answers decoded together; when one ends, its slot is given to the next (default: 8)",
+        help="answers decoded together; when one ends, its slot is given to the next; auto is as many as fit in memory "
+        "(default: 8)",
     )
     batch.add_argument(
         "--longest-first", action="store_true", help="begin with the longest prompts (default: in the order given)"
@@ -119,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--dry-run", action="store_true", help="print the bytes that the run would hold and read, and end"
     )
+    show.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="with --dry-run: plan for a GPU that has so much, as 80GiB (default: for this device)",
+    )
     show.add_argument("--list-policies", action="store_true", help="list policies and presets, and end")
     show.add_argument("--explain", metavar="NAME", help="tell what a policy does and which fields it has, and end")
     show.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -138,6 +146,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _parse_slots(text: str) -> int | None:
+    """None is as many as fit."""
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto")
+    return None if text == "auto" else int(text)
+
+
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is read."""
     get_policy(options.policy)
@@ -145,7 +160,11 @@ def _check(options: argparse.Namespace) -> None:
     cli.parse_template_arguments(options.template_arg)
     if not (options.prompt is not None or options.input or options.dry_run):
         raise ValueError("no prompt; give one with -p TEXT (- reads standard input) or --input FILE.jsonl")
-    if options.samples < 1 or options.slots < 1:
+    if options.memory is not None:
+        parse_bytes(options.memory, "--memory")
+        if not options.dry_run:
+            raise ValueError("--memory is for plans and takes nothing from a run; add --dry-run")
+    if options.samples < 1 or (options.slots is not None and options.slots < 1):
         raise ValueError(f"--samples {options.samples} and --slots {options.slots} must be at least 1")
     if options.raw and (options.system is not None or options.template_arg):
         raise ValueError("--raw leaves the chat template out, which --system and --template-arg are for; drop one")
@@ -160,7 +179,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _check_rows(options: argparse.Namespace, rows: int) -> None:
     """Refuses what needs one row at a time."""
-    if options.stream and min(rows, options.slots) > 1:
+    if options.stream and min(rows, options.slots or rows) > 1:
         raise ValueError(f"--stream prints one answer as it grows, and there are {rows}; set --slots 1, or drop it")
 
 
@@ -176,21 +195,21 @@ def _read_items(options: argparse.Namespace) -> list[Item]:
 
 def _dry_run(options: argparse.Namespace, checkpoint: weights.Checkpoint, items: Sequence[Item]) -> str:
     """The bytes of the very run that would be started; without a prompt, of a whole batch of answers alone."""
-    dtype = resolve_dtype(checkpoint, options.dtype)
+    gpu = H100 if options.memory else None  # which one makes no difference to the bytes
+    dtype = resolve_dtype(checkpoint, options.dtype or (half_precision(checkpoint) if gpu else None))
     llm = LLM(
         checkpoint=checkpoint,
         dtype=dtype,
         tokenizer=load_tokenizer(checkpoint.tokenizer or checkpoint.path),
         decoder=Decoder(checkpoint.config, dtype=dtype),  # shapes, no weights
         implementation=options.implementation,
+        gpu=gpu,
     )
-    run = _start(options, llm, items)
-    plan, spec = run.stats.plan, run.engine.spec
-    full = make_plan(checkpoint.config, get_policy("full"), spec, batch=plan.batch, length=plan.length, dtype=dtype)
-    return describe_plan(plan, full, name=options.policy)
+    memory = parse_bytes(options.memory, "--memory") if options.memory else memory_limit()
+    return describe_run(_start(options, llm, items, memory), name=options.policy, memory=memory)
 
 
-def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item]) -> Run:
+def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item], memory: int | None = None) -> Run:
     template = cli.parse_template_arguments(options.template_arg)
     raw = options.raw
     if unused := ([] if raw else llm.tokenizer.unused_arguments(template)):
@@ -201,7 +220,8 @@ def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item]) -> Run:
         config=llm.default_config(**cli.generation_changes(options)),
         samples=options.samples,
         slots=options.slots,
-        rows=None if items else range(options.slots),
+        rows=None if items else range(options.slots or FAR),
+        memory=memory,
     )
     if options.rerun and not options.dry_run:  # which has no weights to compare
         check_same(read_manifest(options.rerun), run)
