@@ -20,6 +20,7 @@ from jkv.models.decoder import join
 from jkv.prompt import find_nonfinite
 
 SHORTEST_BUCKET = 32
+MOST_TOGETHER = 2**15  # tokens of prompts that are read at once, padding included
 
 
 @dataclass
@@ -54,6 +55,14 @@ class Programs:
 def bucket(length: int) -> int:
     """The padded length of a prompt of `length` tokens: a power of two, at least `SHORTEST_BUCKET`."""
     return max(SHORTEST_BUCKET, 1 << max(length - 1, 0).bit_length())
+
+
+def reads_together(rows: int, length: int) -> bool:
+    """Whether the first prompts are read as one batch, as `rows` of `length` tokens, and not one after the other.
+
+    Together they are read sooner if they are short; what long ones need for themselves would be most of the memory.
+    """
+    return rows * length <= MOST_TOGETHER
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,8 @@ class _Started(NamedTuple):
 class Scheduler:
     """Decodes rows in a fixed number of slots: whenever a row ends, its slot is given to the next one.
 
-    Slots are filled together at first. Later a row is read alone, between two blocks, and written into its slot in
-    place; the rows beside it do not notice.
+    Slots are filled together at first, unless the prompts are long. Later a row is read alone, between two blocks, and
+    written into its slot in place; the rows beside it do not notice.
 
     Attributes:
         engine, weights, programs, request: what to run.
@@ -151,14 +160,17 @@ class Scheduler:
         """
         self._clock = self._now()
         waiting = iter(self.rows)
-        occupants = [_Occupant(row) for row in itertools.islice(waiting, self.slots)]
-        if not occupants:
+        first = list(itertools.islice(waiting, self.slots))
+        if not first:
             return
+        if not reads_together(self.slots, bucket(max(len(row.prompt) for row in first))):
+            first, waiting = [], itertools.chain(first, waiting)
+        occupants = [_Occupant(row) for row in first]
         self._occupants = [*occupants, *[None] * (self.slots - len(occupants))]
         state = self._prefill(self._occupants)
         yield from self._fetch()
         self._report(state, self._occupants)
-        if any(occupant.live for occupant in occupants):
+        if not first or any(occupant.live for occupant in occupants):
             self._compile(state)
         while True:
             state = self._refill(state, waiting)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jkv.config import ModelConfig
 from jkv.engine import Engine, Request, State
+from jkv.loop import bucket, reads_together
 from jkv.models.decoder import Decoder
 from jkv.policies import Policy
 from jkv.workspace import workspace
@@ -50,9 +51,10 @@ def measure_programs(
         refills: whether slots are given to further rows.
     """
     trace = _Tracer(engine, platform)
-    state, peak = trace.prefill(batch, prompt)
+    together = reads_together(batch, prompt)
+    state, peak = trace.prefill(batch, prompt if together else bucket(0))
     found = {"prefill": peak}
-    if refills:
+    if refills or not together:
         fresh, peak = trace.prefill(1, prompt)
         found["refill"] = replace(peak, held=peak.held + nbytes(state))
         slot = jax.ShapeDtypeStruct((), jnp.int32)

@@ -252,6 +252,8 @@ class _Reader:
 
     def _place(self, index: int, operation: Operation) -> None:
         operands, results = operation.operands, operation.results
+        if not any(self.values[number].size for number in results):
+            return
         if operation.name in VIEWS:
             for operand, result in zip(operands, results, strict=True):
                 self.values[result].buffer = self.values[operand].buffer

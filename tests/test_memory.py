@@ -145,6 +145,14 @@ def test_the_account_of_a_run_that_refills():
     assert peaks["refill"].workspace < peaks["prefill"].workspace
 
 
+def test_long_prompts_are_read_one_after_the_other():
+    engine = engine_of("gkv:budget=96", prompt=8192)
+    where = {"batch": 8, "prompt": 8192, "platform": "cpu"}
+    peaks = measure_programs(engine, **where)
+    assert "refill" in peaks and peaks["prefill"].workspace < peaks["refill"].workspace
+    assert list(measure_programs(engine, **where | {"batch": 4})) == ["prefill", "decode", "compact"]
+
+
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(0, 3000), st.integers(1, 4000), st.integers(1, 64))
 def test_the_largest_that_fits_is_found(memory, slope, base, most, step):
     def total(n: int) -> int:

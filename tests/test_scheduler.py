@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from jkv import loop
+from jkv.engine import Engine
 from jkv.loop import Programs, Row, Scheduler
 from jkv.models.decoder import Decoder
 from jkv.policies import Policy, names
@@ -77,6 +81,27 @@ def test_a_row_is_the_row_alone_whenever_its_slot_became_free(model, name):
             np.testing.assert_array_equal(one, other)
     if policy.interval:
         assert len(kept[1]) == 1 + NEW // INTERVAL
+
+
+@pytest.mark.parametrize("name", ["full", "gkv", "shadowkv", "specontext"])
+def test_long_prompts_are_read_one_after_the_other(model, name, monkeypatch):
+    policy, programs = small(name), Programs()
+    together, kept = schedule(model, policy, ROWS, 3, programs=programs)
+    widths = []
+
+    def read(engine: Engine, weights: nnx.State, tokens: np.ndarray, *args: Any, **options: Any) -> Any:
+        widths.append((tokens.shape[0], int(np.sum(args[0]))))
+        return prefill(engine, weights, tokens, *args, **options)
+
+    prefill = Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", read)
+    monkeypatch.setattr(loop, "MOST_TOGETHER", 3 * LONGEST - 1)
+    apart, kept_apart = schedule(model, policy, ROWS, 3, programs=programs)
+    assert widths == [(3, 0), *((1, len(row.prompt)) for row in ROWS)]
+    assert apart == together
+    for row in ROWS:
+        for one, other in zip(kept_apart[row.id], kept[row.id], strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_sixty_four_rows_in_eight_slots(model):
