@@ -28,11 +28,10 @@ from bench.apart import Outcome, run_apart
 from bench.gate_controls import CONTROLS
 from bench.gate_figures import Figures, measure
 from bench.gate_operations import OPERATIONS
-from bench.gate_rows import Row, all_rows, quick_rows
+from bench.gate_rows import RUNS, SELECTING, Row, all_rows, quick_rows
 from bench.gpu_target import TARGETS
 from bench.machine import describe_machine
 from bench.models import MODELS
-from pallas_kernels.shapes import RUNS, SELECTED
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
@@ -135,7 +134,7 @@ def find_problems(row: Row, figures: Figures) -> Iterator[str]:
 
 def find_decode_problems(row: Row, figures: Figures) -> Iterator[str]:
     """Why a decode step is refused beside that."""
-    run, selects = RUNS[row.shape], row.shape in SELECTED
+    run, selects = RUNS[row.shape], row.shape in SELECTING
     traffic = MOST_TRAFFIC_SELECTED if selects else MOST_TRAFFIC
     launches = MOST_LAUNCHES_SELECTED if selects else MOST_LAUNCHES + (run.batch == 1)
     # A score for each token and query head, where tokens are chosen one by one.

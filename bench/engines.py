@@ -35,7 +35,13 @@ def make_policy(text: str, cache: Cache | None = None) -> Policy:
 
 
 def make_engine(
-    config: ModelConfig, policy: Policy, implementation: Implementation, *, prompt: int, longest: int = LONGEST_TEXT
+    config: ModelConfig,
+    policy: Policy,
+    implementation: Implementation,
+    *,
+    prompt: int,
+    longest: int = LONGEST_TEXT,
+    dtype: str = DTYPE,
 ) -> Engine:
     """An engine for prompts of `prompt` tokens and texts of `longest`."""
     spec = CacheSpec.of(
@@ -43,7 +49,7 @@ def make_engine(
         max_len=longest,
         max_new=longest - prompt,
         max_prompt=prompt,
-        dtype=DTYPE,
+        dtype=dtype,
         implementation=implementation,
     )
     return Engine(config=config, policy=policy, spec=spec, sampling=SAMPLING)

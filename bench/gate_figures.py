@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from bench.compiled import ADDED_TO, Compiled, compile_lowered
 from bench.gate_controls import CONTROLS
 from bench.gate_operations import OPERANDS, OPERATIONS, make_operation
-from bench.gate_rows import DTYPE, Row, engine_call
+from bench.gate_rows import DTYPE, RUNS, SELECTING, Row, engine_call
 from bench.gpu_target import TARGETS, Target, lower_for, mosaic_for, place, trace_for
 from bench.models import MODELS
 from jkv.engine import Engine
+from jkv.memory import abstract_weights, nbytes
 from jkv.workspace import workspace
 from pallas_kernels import shapes
 from pallas_kernels.dispatch import plan_for
@@ -38,7 +39,8 @@ class Figures:
         launches: kernels and copies.
         per_layer: of them, what one more layer adds; None where there are no layers.
         moved, floor: bytes moved, and the least that would have to be.
-        predicted: bytes at the fullest by `jkv.workspace`, over those of the program; None of a single operation.
+        predicted: bytes at the fullest by `jkv.workspace`, over those of the program, all weights of its model
+            included; None of a single operation.
         program: the program that was compiled, of the larger of `DEPTHS`.
     """
 
@@ -97,7 +99,7 @@ def _figures(program: Compiled, donated: str | None) -> Figures:
 
 def _measure_operation(row: Row, target: Target) -> Figures:
     implementation = plan_for(row.implementation, target.gpu)
-    operation = make_operation(row.program, shapes.MODELS[row.model], shapes.RUNS[row.shape], implementation)
+    operation = make_operation(row.program, shapes.MODELS[row.model], RUNS[row.shape], implementation)
     jitted = jax.jit(operation.function, donate_argnums=operation.donated)
     program = compile_lowered(lower_for(target, jitted, *place(operation.args, target)), target, watched=OPERANDS)
     return _figures(program, OPERANDS if operation.donated else None)
@@ -110,15 +112,18 @@ def _compile_call(row: Row, target: Target, layers: int, watched: str) -> tuple[
     donated = [argument.donated for argument in jax.tree.leaves(traced.args_info)]
     reads = bytes_by_index(row, call.static) if row.program == "decode" else {}
     program = compile_lowered(traced.lower(), target, watched=watched, runs=call.options.get("steps", 1), reads=reads)
-    held = sum(program.arguments.values()) + program.output - program.donated
+    own = program.size(WEIGHTS)
+    # A single layer is read beside all the others.
+    others = nbytes(abstract_weights(MODELS[row.model], DTYPE)) - own if own and layers == 1 else 0
+    held = sum(program.arguments.values()) + program.output - program.donated + others
     return program, (held + workspace(traced.jaxpr, donated, platform="cuda")) / (held + program.temp)
 
 
 def bytes_by_index(row: Row, engine: Engine) -> dict[str, float]:
     """What the kernels that read by index read of one layer in a step: keys and values of what the policy reads."""
-    if row.shape not in shapes.SELECTED:
+    if row.shape not in SELECTING:
         return {}
-    spec, cache = engine.spec, shapes.SELECTED[row.shape]
+    spec, cache = engine.spec, RUNS[row.shape]
     read = dict(engine.at(engine.config.num_layers - 1).policy.tokens_read(spec, cache.capacity))
     vector = cache.batch * spec.num_kv_heads * spec.vector_bytes
     made = read.pop("selected") if row.policy.startswith("shadowkv") else 0
@@ -131,14 +136,14 @@ def bytes_by_index(row: Row, engine: Engine) -> dict[str, float]:
 
 def bytes_read(row: Row, target: Target) -> int:
     """What the policy has to read of all layers' stores in a step."""
-    config, cache = MODELS[row.model], shapes.RUNS[row.shape]
+    config, cache = MODELS[row.model], RUNS[row.shape]
     engine = engine_call(row, target, config.num_layers).static
     of_layers = (engine.at(layer).policy for layer in range(config.num_layers))
     return cache.batch * sum(policy.bytes_read(engine.spec, cache.capacity) for policy in of_layers)
 
 
 def _measure_decode(row: Row, target: Target) -> Figures:
-    config, batch = MODELS[row.model], shapes.RUNS[row.shape].batch
+    config, batch = MODELS[row.model], RUNS[row.shape].batch
     (small, _), (large, predicted) = (_compile_call(row, target, layers, f"{CACHE}|{MATRICES}") for layers in DEPTHS)
 
     def per_layer(figure: Callable[[Compiled], float]) -> float:

@@ -19,12 +19,15 @@ from bench.engines import (
 from bench.gate_operations import OPERATIONS
 from bench.gpu_target import Target
 from bench.models import MODELS
+from bench.paper_rows import paper_caches, selecting_shapes
 from jkv.engine import Engine
 from jkv.memory import abstract_weights
 from jkv.policies import Evict, get_policy
 from jkv.policies.registry import names
 from pallas_kernels import dispatch, shapes
 
+RUNS = paper_caches() | shapes.RUNS
+SELECTING = selecting_shapes() | shapes.SELECTED.keys()  # of which a step reads a part
 PROMPTS = {"b8-t2048": (8, 2048), "b1-t16384": (1, 16384)}  # rows, tokens
 FULL_CACHES = ("b16-full16k", "b4-full34k")
 SELECT_CACHES = ("b16-32k2k", "b32-2k16k", "b32-2k32k", "b16-16k2k", "b1-32k2k")
@@ -40,7 +43,7 @@ class Row:
             `gate_operations.OPERATIONS` or of `gate_controls.CONTROLS`.
         model: of `models.MODELS`; of `shapes.MODELS` for an operation.
         policy: its name; empty for an operation.
-        shape: of `shapes.RUNS`; of `PROMPTS` for read_layer.
+        shape: of `RUNS`; of `PROMPTS` for read_layer.
         implementation: as a user gives it; None is what runs there without being asked for.
     """
 
@@ -138,7 +141,7 @@ def engine_call(row: Row, target: Target, layers: int) -> Call:
 
 def _make_engine(row: Row, target: Target, config: Any) -> tuple[int, int, Engine]:
     """Rows, tokens of the prompts, and the engine."""
-    cache = shapes.RUNS.get(row.shape)
+    cache = RUNS.get(row.shape)
     policy = make_policy(row.policy, cache)
     batch, length = (cache.batch, cache.prompt) if cache else PROMPTS[row.shape]
     evicts = isinstance(policy, Evict)

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from bench.engines import DTYPE, make_engine, make_policy, make_request, prefill_shapes
+from bench.engines import DTYPE, LONGEST_TEXT, make_engine, make_policy, make_request, prefill_shapes
 from bench.gpu_operations import normal
 from jkv.cache import Slots
 from jkv.config import ModelConfig
@@ -45,8 +45,8 @@ def time_decode(
         in which the programs are compiled. `problem`: what makes the figures void.
     """
     rule = make_policy(policy, cache)
-    longest = {} if isinstance(rule, Evict) else {"longest": cache.capacity}
-    engine = make_engine(config, rule, implementation, prompt=PROMPT, **longest)
+    longest = LONGEST_TEXT if isinstance(rule, Evict) else cache.capacity
+    engine = make_engine(config, rule, implementation, prompt=PROMPT, longest=longest)
     weights = random_weights(config, seed)
     blocks = rule.interval // engine.steps if rule.interval else BLOCKS
     # Before the first of the intervals, the one that warms up included.
