@@ -242,7 +242,7 @@ class Engine:
         nothing = self._draw_nothing((steps, state.token.shape[0]), model.config.vocab_size)
 
         def step(state: State, _: None) -> tuple[State, Drawn]:
-            return self._draw(*self._decode_step(model, state, request.brought), request)
+            return self._draw(*self.decode_step(model, state, request.brought), request)
 
         def block(carry: tuple[State, Drawn]) -> tuple[State, Drawn]:
             return lax.scan(step, carry[0], length=steps)
@@ -274,7 +274,7 @@ class Engine:
         """
         return jax.tree.map(lambda x, row: lax.dynamic_update_slice_in_dim(x, row, slot, axis=0), state, fresh)
 
-    def _decode_step(self, model: Decoder, state: State, brought: Any) -> tuple[State, Array]:
+    def decode_step(self, model: Decoder, state: State, brought: Any) -> tuple[State, Array]:
         """Feeds each row's last token through the layers: the new state and the logits `[B, V]`."""
         active, policy = ~state.done, self.policy
         x = model.embed(state.token)

@@ -144,6 +144,11 @@ class Tokenizer:
             text = self.render(broken, arguments)
         return [i for piece in text.split(mark) for i in self._encode(piece)]
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be called."""
+        return self._template is not None
+
     def unused_arguments(self, arguments: Mapping[str, Any]) -> list[str]:
         """Names among `arguments` that the chat template never looks at, sorted."""
         return self._require_template().find_unused(arguments)

@@ -28,7 +28,7 @@ needs_model = pytest.mark.skipif(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the README's commands speak of."""
     path = tmp_path_factory.mktemp("readme")
-    (path / "mine.py").write_text(next(text for text in PROGRAMS if "class KeyNorm" in text))
+    (path / "mine.py").write_text(next(text for text in PROGRAMS if "class ValueNorm" in text))
     (path / "prompts.jsonl").write_text('{"prompt": "Name a river."}\n')
     return path
 
@@ -49,6 +49,8 @@ def shorten(command: str) -> list[str]:
     words = [re.sub(r",head=\w+/[\w.-]+", "", word) for word in words]
     if words[2] == "jkv.generate":
         words += ["--max-new-tokens", "4"]
+    if words[2] == "jkv.compare":
+        words += ["--sequences", "1", "--length", "64", "--prompt-tokens", "56", "--greedy", "0"]
     if words[2] == "bench.compile_gate":
         if find_spec("jax_plugins") is None or find_spec("jax_plugins.xla_cuda13") is None:
             pytest.skip("needs the gate extra: pip install -e '.[gate]'")

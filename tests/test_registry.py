@@ -56,7 +56,7 @@ def test_every_policy_is_a_documented_value(name):
     assert get_policy(name) == policy
     assert hash(get_policy(name)) == hash(policy)
     assert get_policy(policy) is policy
-    assert type(policy).paper.startswith("https://")
+    assert type(policy).paper.startswith("https://") or name == "random"
     text = type(policy).__doc__ or ""
     for field, _ in describe(policy):
         inherited = "".join(base.__doc__ or "" for base in type(policy).__mro__[:-1])
