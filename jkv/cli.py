@@ -54,6 +54,36 @@ def add_policy_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_template_option(group: argparse._ArgumentGroup) -> None:
+    """Adds --template-arg."""
+    group.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value for the chat template, as enable_thinking=false (may be repeated)",
+    )
+
+
+def add_batch_options(group: argparse._ArgumentGroup) -> None:
+    """Adds --samples, and --slots, of which None is as many as fit."""
+    group.add_argument("--samples", type=int, default=1, metavar="N", help="answers for each prompt (default: 1)")
+    group.add_argument(
+        "--slots",
+        type=_parse_slots,
+        default=8,
+        metavar="N",
+        help="answers decoded together; when one ends, its slot is given to the next; auto is as many as fit in memory "
+        "(default: 8)",
+    )
+
+
+def check_batch_options(options: argparse.Namespace) -> None:
+    """Raises ValueError where --samples or --slots is out of range."""
+    if options.samples < 1 or (options.slots is not None and options.slots < 1):
+        raise ValueError(f"--samples {options.samples} and --slots {options.slots} must be at least 1")
+
+
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Adds one option for each field of `GenerationConfig`; an option that is not given stays None."""
     group = parser.add_argument_group("drawing an answer")
@@ -176,6 +206,13 @@ def field_docs(cls: type) -> dict[str, str]:
             else:
                 docs.update({key: f"{docs[key]} {line.strip()}".strip() for key in current})
     return docs
+
+
+def _parse_slots(text: str) -> int | None:
+    """None is as many as fit."""
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto")
+    return None if text == "auto" else int(text)
 
 
 def parse_template_arguments(items: Sequence[str]) -> dict[str, Any]:

@@ -8,18 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 from jkv.api import LLM
-from jkv.engine import Engine, Request, State
-from jkv.loop import bucket
 from jkv.oracle import Oracle, Witness, foresee
 from jkv.policies import Evict, Policy
 from jkv.policies.random import Random
 from jkv.run import GenerationConfig, Result
-from jkv.sampling import Sampling, seed_words
-from jkv.teacher import MOST_AT_ONCE, block_size, feed
+from jkv.teacher import MOST_AT_ONCE, Track, block_size
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,15 @@ class Comparison:
     diverges: np.ndarray | None = None
 
 
-def mean_and_error(values: np.ndarray) -> tuple[float, float]:
-    """The mean over texts `[S]` or `[S, N]`, and its standard error over them, NaN with a single one."""
+def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
+    """The mean over texts `[S]` or `[S, N]`, and its standard error over them, None with a single one."""
     rows = np.nanmean(values, axis=1) if values.ndim == 2 else values
-    return float(np.mean(rows)), float(np.std(rows, ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else math.nan
+    return float(np.mean(rows)), float(np.std(rows, ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None
+
+
+def format_mean(mean: float, error: float | None, form: str) -> str:
+    """A mean and its standard error, where there is one; `form` is of the mean, as ".4f"."""
+    return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form.lstrip('+')}}")
 
 
 def compare(
@@ -133,47 +134,16 @@ def share_of_way(comparison: Comparison, others: Sequence[Comparison]) -> float 
     return (worst - mean_and_error(comparison.kl)[0]) / (worst - best)
 
 
-@dataclass
-class _Track:
-    """A policy on its way through the texts; `fed` tokens of each have been fed."""
-
-    engine: Engine
-    weights: nnx.State
-    request: Request
-    state: State
-    fed: int = 0
-
-    @classmethod
-    def begin(cls, llm: LLM, policy: Policy, texts: Sequence[Sequence[int]], prompt: int) -> "_Track":
-        """Reads the prompts."""
-        longest = max(map(len, texts))
-        engine = llm.engine(policy, Sampling(), max_len=longest, max_new=longest - prompt, max_prompt=prompt)
-        request = Request(jnp.asarray(seed_words(0)), jnp.full((8,), -1, jnp.int32), llm.bring(policy))
-        tokens = np.zeros((len(texts), bucket(prompt)), np.int32)
-        tokens[:, :prompt] = [text[:prompt] for text in texts]
-        length, rows = np.full(len(texts), prompt, np.int32), np.arange(len(texts), dtype=np.uint32)
-        state, _ = engine.prefill(llm.weights, tokens, length, length + longest, rows, request)
-        return cls(engine, llm.weights, request, state)
-
-    def feed(self, tokens: np.ndarray, count: np.ndarray) -> Array:
-        """Logits after each of the next tokens `[S, N]`, of which each text has `count`; compacts after intervals."""
-        policy = self.engine.policy
-        self.state, logits = feed(self.engine, self.weights, self.state, tokens, count, self.request)
-        self.fed += tokens.shape[1]
-        if policy.interval and not isinstance(policy, Oracle) and self.fed % policy.interval == 0:
-            self.state = self.engine.compact(self.state)
-        return logits
-
-    def foresee(self, witness: "_Track", blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Cuts an oracle's stores to what the next interval attends to, which the witness is fed first."""
-        for block in blocks:
-            witness.feed(*block)
-        stores, seen = [], []
-        for store, other in zip(self.state.stores, witness.state.stores, strict=True):
-            stores.append(foresee(store, other.extra["mass"]))
-            seen.append(replace(other, extra={"mass": jnp.zeros_like(other.extra["mass"])}))
-        witness.state = replace(witness.state, stores=tuple(seen))
-        self.state = self.engine.compact(replace(self.state, stores=tuple(stores)))
+def _foresee(oracle: Track, witness: Track, blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Cuts an oracle's stores to what the next interval attends to, which the witness is fed first."""
+    for block in blocks:
+        witness.feed(*block)
+    stores, seen = [], []
+    for store, other in zip(oracle.state.stores, witness.state.stores, strict=True):
+        stores.append(foresee(store, other.extra["mass"]))
+        seen.append(replace(other, extra={"mass": jnp.zeros_like(other.extra["mass"])}))
+    witness.state = replace(witness.state, stores=tuple(seen))
+    oracle.state = oracle.engine.compact(replace(oracle.state, stores=tuple(stores)))
 
 
 def _measure(
@@ -186,10 +156,11 @@ def _measure(
     """KL, difference in NLL and agreement `[S, N]` of each policy; all are fed the same blocks."""
     size = math.gcd(*(block_size(policy) for policy in policies.values()), MOST_AT_ONCE)
     blocks = list(_cut(texts, prompt, size))
-    full = _Track.begin(llm, llm.prepare("full"), texts, prompt)
-    tracks = {name: _Track.begin(llm, policy, texts, prompt) for name, policy in policies.items()}
+    prompts, longest = [text[:prompt] for text in texts], max(map(len, texts))
+    full = Track.begin(llm, llm.prepare("full"), prompts, longest)
+    tracks = {name: Track.begin(llm, policy, prompts, longest) for name, policy in policies.items()}
     witnesses = {
-        name: _Track.begin(llm, Witness(), texts, prompt)
+        name: Track.begin(llm, Witness(), prompts, longest)
         for name, policy in policies.items()
         if isinstance(policy, Oracle)
     }
@@ -199,7 +170,7 @@ def _measure(
         for name, track in tracks.items():
             interval = track.engine.policy.interval
             if name in witnesses and track.fed % interval == 0:
-                track.foresee(witnesses[name], (block[:2] for block in blocks[index : index + interval // size]))
+                _foresee(track, witnesses[name], (block[:2] for block in blocks[index : index + interval // size]))
             found[name].append(_compare_logits(expected, track.feed(tokens, count), targets))
         # Waits for the device, so that not all blocks' logits are there at once.
         jax.block_until_ready(found)

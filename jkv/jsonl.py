@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file, and answers into one that a killed run resumes from."""
+"""Prompts from a JSONL file, answers into one that a killed run resumes from, and files that are whole or not there."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -101,6 +101,18 @@ class Answers:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The lines of an answers file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file, which is there whole or as it was before."""
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _read_line(where: str, number: int, line: str) -> Item:

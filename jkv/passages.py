@@ -8,6 +8,7 @@ import numpy as np
 import platformdirs
 
 from jkv.api import LLM
+from jkv.jsonl import write_whole
 from jkv.run import GenerationConfig, Result
 
 # What the model goes on from.
@@ -67,7 +68,5 @@ def write_passages(llm: LLM, *, count: int, length: int, seed: int) -> list[list
     results.sort(key=lambda result: result.prompt)
     texts = [[*openings[result.prompt], *result.tokens][:length] for result in results]
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(texts))
-    unfinished.replace(path)
+    write_whole(path, json.dumps(texts))
     return texts

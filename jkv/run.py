@@ -189,6 +189,11 @@ class Run:
         """Tokens that the answer to a prompt may have: what the text may be long in all is the model's to say."""
         return min(self.config.max_new_tokens, self.llm.checkpoint.config.max_position - len(self.prompts[prompt]))
 
+    def thinks(self, prompt: int) -> bool:
+        """Whether a prompt ends inside the reasoning, as some chat templates make it."""
+        tail = self.llm.tokenizer.decode(self.prompts[prompt][-8:], skip_special=False)
+        return tail.rstrip().endswith("<think>")
+
     def __iter__(self) -> Iterator[Piece | Result]:
         """Runs the rows, each in the slot that is free first."""
         eos = () if self.config.ignore_eos else self.llm.eos_ids
@@ -268,10 +273,9 @@ class _Writer:
 
     def result(self) -> Result:
         """The finished answer."""
-        prompt, text = self.row.prompt, "".join(self.texts)
-        tail = self.run.llm.tokenizer.decode(prompt[-8:], skip_special=False)
+        text = "".join(self.texts)
         reasoning, answer = split_reasoning(
-            text, open=tail.rstrip().endswith("<think>"), truncated=self.finish_reason == "length"
+            text, open=self.run.thinks(self.prompt), truncated=self.finish_reason == "length"
         )
         return Result(
             prompt=self.prompt,
@@ -280,7 +284,7 @@ class _Writer:
             reasoning=reasoning,
             answer=answer,
             tokens=tuple(self.tokens),
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(self.row.prompt),
             finish_reason=self.finish_reason or "length",
         )
 

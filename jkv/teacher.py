@@ -6,19 +6,25 @@ that chooses what a step reads is fed token by token.
 """
 
 import functools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from jkv.api import LLM
 from jkv.cache import Slots, Token, settle
 from jkv.engine import Engine, Request, State
+from jkv.loop import bucket
 from jkv.models import rope
 from jkv.models.decoder import Decoder, Layer, join
+from jkv.oracle import Oracle
 from jkv.policies import Policy
+from jkv.sampling import Sampling, seed_words
 
 MOST_AT_ONCE = 32  # tokens of a block; its logits are in memory whole
 
@@ -31,6 +37,40 @@ def block_size(policy: Policy) -> int:
 def reads_everything(policy: Policy) -> bool:
     """Whether a step reads all that the policy holds, so that it can be fed many tokens at once."""
     return all(getattr(type(policy), name) is getattr(Policy, name) for name in ("select", "settle", "plan", "notice"))
+
+
+@dataclass
+class Track:
+    """A policy on its way through texts; `fed` tokens of each have been fed after the prompts."""
+
+    engine: Engine
+    weights: nnx.State
+    request: Request
+    state: State
+    fed: int = 0
+
+    @classmethod
+    def begin(cls, llm: LLM, policy: Policy, prompts: Sequence[Sequence[int]], longest: int) -> "Track":
+        """Reads the prompts of texts of up to `longest` tokens."""
+        length = np.array([len(prompt) for prompt in prompts], np.int32)
+        most = int(length.max())
+        engine = llm.engine(policy, Sampling(), max_len=longest, max_new=longest - int(length.min()), max_prompt=most)
+        request = Request(jnp.asarray(seed_words(0)), jnp.full((8,), -1, jnp.int32), llm.bring(policy))
+        tokens = np.zeros((len(prompts), bucket(most)), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        limit, rows = np.full(len(prompts), longest, np.int32), np.arange(len(prompts), dtype=np.uint32)
+        state, _ = engine.prefill(llm.weights, tokens, length, limit, rows, request)
+        return cls(engine, llm.weights, request, state)
+
+    def feed(self, tokens: np.ndarray, count: np.ndarray) -> Array:
+        """Logits after each of the next tokens, as `feed`; compacts when an interval ends, but for an `Oracle`."""
+        policy = self.engine.policy
+        self.state, logits = feed(self.engine, self.weights, self.state, tokens, count, self.request)
+        self.fed += tokens.shape[1]
+        if policy.interval and not isinstance(policy, Oracle) and self.fed % policy.interval == 0:
+            self.state = self.engine.compact(self.state)
+        return logits
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")

@@ -132,7 +132,7 @@ def compared(llm):
 def test_full_attention_beside_itself_and_beside_budgets_that_are_never_reached(compared):
     full, _, enough, *_ = compared
     assert np.nanmax(full.kl) == 0 and np.nanmax(np.abs(full.delta_nll)) == 0 and np.nanmin(full.agrees) == 1
-    assert 0 < np.nanmax(enough.kl) <= 1e-6 and np.nanmax(np.abs(enough.delta_nll)) < 1e-4
+    assert np.nanmax(enough.kl) <= 1e-6 and np.nanmax(np.abs(enough.delta_nll)) < 1e-4
     assert full.diverges.tolist() == enough.diverges.tolist() == [24, 24, 24]
 
 
@@ -186,7 +186,7 @@ def test_bounds_for_each_size_once():
 def test_means_and_errors():
     values = np.array([[1.0, 3.0, math.nan], [4.0, 4.0, 4.0]])
     assert mean_and_error(values) == (3.0, pytest.approx(1.0))
-    assert math.isnan(mean_and_error(values[:1])[1])
+    assert mean_and_error(values[:1])[1] is None
 
 
 def test_texts_that_cannot_be_compared(llm):

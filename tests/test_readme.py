@@ -30,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("readme")
     (path / "mine.py").write_text(next(text for text in PROGRAMS if "class ValueNorm" in text))
     (path / "prompts.jsonl").write_text('{"prompt": "Name a river."}\n')
+    (path / "problems.jsonl").write_text('{"problem": "1 + 1 = ", "answer": "2"}\n')
     return path
 
 
@@ -51,6 +52,9 @@ def shorten(command: str) -> list[str]:
         words += ["--max-new-tokens", "4"]
     if words[2] == "jkv.compare":
         words += ["--sequences", "1", "--length", "64", "--prompt-tokens", "56", "--greedy", "0"]
+    if words[2] == "jkv.evaluate":
+        words += ["--limit", "1"]
+        words += ["--length", "128"] if "passkey" in words else ["--max-new-tokens", "4"]
     if words[2] == "bench.compile_gate":
         if find_spec("jax_plugins") is None or find_spec("jax_plugins.xla_cuda13") is None:
             pytest.skip("needs the gate extra: pip install -e '.[gate]'")
@@ -68,9 +72,9 @@ def parts(kind: str) -> list[str]:
 def test_command(command: str, folder: Path) -> None:
     words = shorten(command)
     printed = run(words, ROOT if "bench." in words[2] else folder)
-    if command.startswith("python -m jkv") and "--output" not in command:
+    if command.startswith("python -m jkv") and "--output answers.jsonl" not in command:
         assert printed.strip()
-    if "--output" in command:
+    if "--output answers.jsonl" in command:
         assert len((folder / "answers.jsonl").read_text().splitlines()) == 4
 
 

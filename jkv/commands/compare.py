@@ -16,7 +16,8 @@ from rich.table import Table
 
 from jkv import cli
 from jkv.api import load
-from jkv.comparison import Comparison, compare, mean_and_error, share_of_way
+from jkv.comparison import Comparison, compare, format_mean, mean_and_error, share_of_way
+from jkv.jsonl import write_whole
 from jkv.oracle import Oracle
 from jkv.passages import read_passages, write_passages
 from jkv.policies import describe, get_policy
@@ -154,9 +155,8 @@ def make_table(lines: Sequence[dict[str, Any]]) -> Table:
         table.add_column(title, justify="right")
     for line in lines:
         cells = [
-            f"{line['kl']:.4f} ± {line['kl_error']:.4f}",
-            f"{line['delta_nll']:+.4f} ± {line['delta_nll_error']:.4f}",
-            f"{line['agrees']:.1%} ± {line['agrees_error']:.1%}",
+            format_mean(line[name], line[f"{name}_error"], form)
+            for name, form in (("kl", ".4f"), ("delta_nll", "+.4f"), ("agrees", ".1%"))
         ]
         if "greedy parts at" in titles:
             cells.append("" if line["diverges"] is None else f"{np.mean(line['diverges']):.1f}")
@@ -168,18 +168,17 @@ def make_table(lines: Sequence[dict[str, Any]]) -> Table:
 
 def write_lines(path: Path, found: Sequence[Comparison], lines: Sequence[dict[str, Any]]) -> None:
     """A line for each policy, and one for each of its texts, token by token; the file is there whole or not at all."""
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("w") as file:
-        for comparison, line in zip(found, lines, strict=True):
-            file.write(json.dumps(line) + "\n")
-            for index, (kl, nll, agrees) in enumerate(
-                zip(comparison.kl, comparison.delta_nll, comparison.agrees, strict=True)
-            ):
-                there = ~np.isnan(kl)
-                parts = {"kl": kl, "delta_nll": nll, "agrees": agrees}
-                values = {name: [float(f"{x:.6g}") for x in part[there]] for name, part in parts.items()}
-                file.write(json.dumps({"policy": comparison.name, "text": index, **values}) + "\n")
-    unfinished.replace(path)
+    written: list[dict[str, Any]] = []
+    for comparison, line in zip(found, lines, strict=True):
+        written.append(line)
+        for index, (kl, nll, agrees) in enumerate(
+            zip(comparison.kl, comparison.delta_nll, comparison.agrees, strict=True)
+        ):
+            there = ~np.isnan(kl)
+            parts = {"kl": kl, "delta_nll": nll, "agrees": agrees}
+            values = {name: [float(f"{x:.6g}") for x in part[there]] for name, part in parts.items()}
+            written.append({"policy": comparison.name, "text": index, **values})
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in written))
 
 
 def draw(path: Path, found: Sequence[Comparison], prompt: int) -> None:

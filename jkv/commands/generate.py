@@ -1,31 +1,26 @@
 """``python -m jkv.generate``: answers prompts with a model, under a policy."""
 
 import argparse
-import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import weights
 from jkv import cli
 from jkv.api import LLM, half_precision, load, resolve_dtype
+from jkv.commands.answering import FAR, describe_result, open_answers, print_header, print_report, progress, say
 from jkv.commands.dry_run import describe_run
 from jkv.jsonl import Answers, Item, read_prompts
-from jkv.manifest import check_same, read_manifest, write_manifest
+from jkv.manifest import check_same, parse_again, read_manifest, write_manifest
 from jkv.models.decoder import Decoder
-from jkv.plan import format_bytes, memory_limit, parse_bytes
-from jkv.policies import format_policy, get_policy
+from jkv.plan import memory_limit, parse_bytes
+from jkv.policies import get_policy
 from jkv.run import GenerationConfig, Piece, Result, Run
-from jkv.sampling import Sampling
 from jkv.text import load_tokenizer
 from pallas_kernels.dispatch import H100
 
@@ -33,14 +28,11 @@ EXAMPLES = """examples:
   python -m jkv.generate -p "Why is the sky blue?" --policy gkv:budget=256
   python -m jkv.generate --model Qwen/Qwen3-0.6B --policy rkv:budget=1024 --input prompts.jsonl --output answers.jsonl
 """
-FAR = 2**30  # tokens; longer than any text
-# Options that say how to run, not what: a manifest does not keep them.
-TRANSIENT = ("rerun", "manifest", "debug", "dry_run", "memory", "list_policies", "explain", "trace_kept")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parse(arguments)
+    options = parse_again(_parser(), arguments)
     if options.list_policies or options.explain:
         print(cli.explain(options.explain) if options.explain else cli.list_policies())
         return 0
@@ -53,20 +45,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_dry_run(options, checkpoint, items))
         return 0
     run = _start(options, load(checkpoint, dtype=options.dtype, implementation=options.implementation), items)
-    _print_header(options, run)
+    print_header(options, run)
     kept: dict[int, list[np.ndarray]] = {}  # of each row, after its prompt and after every interval
     if options.trace_kept:
         run.on_kept = lambda row, _, positions: kept.setdefault(row.id, []).append(positions)
-    with _open_answers(options, run) as answers:
+    if options.output:
+        template = cli.parse_template_arguments(options.template_arg)
+        opened = open_answers(options.output, run, [item.id for item in items], options.raw, options.system, template)
+    else:
+        opened = nullcontext()
+    with opened as answers:
         results = _answer(options, run, items, answers)
-    _print_report(run)
+    print_report(run)
     if options.trace_kept and kept:
         _save_trace(options.trace_kept, run, kept, results)
     if options.json:
-        answers_json = [_row(items[result.prompt], result) for result in results]
+        answers_json = [describe_result(items[result.prompt].id, result) for result in results]
         print(json.dumps({"results": answers_json, "stats": run.stats.report()}, ensure_ascii=False))
     if options.manifest:
-        write_manifest(options.manifest, run, _repeatable(options, run))
+        write_manifest(
+            options.manifest,
+            run.llm,
+            run.policy,
+            run.prompts,
+            options,
+            generation=asdict(run.config),
+            samples=run.samples,
+            stats=run.stats.report(),
+        )
     return 0
 
 
@@ -85,24 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--input", type=Path, metavar="FILE", help="JSONL file with a prompt, problem or messages a line")
     prompt.add_argument("--system", metavar="TEXT", help="system message")
     prompt.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
-    prompt.add_argument(
-        "--template-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="value for the chat template, as enable_thinking=false (may be repeated)",
-    )
+    cli.add_template_option(prompt)
     cli.add_generation_options(parser)
     batch = parser.add_argument_group("batch")
-    batch.add_argument("--samples", type=int, default=1, metavar="N", help="answers for each prompt (default: 1)")
-    batch.add_argument(
-        "--slots",
-        type=_parse_slots,
-        default=8,
-        metavar="N",
-        help="answers decoded together; when one ends, its slot is given to the next; auto is as many as fit in memory "
-        "(default: 8)",
-    )
+    cli.add_batch_options(batch)
     batch.add_argument(
         "--longest-first", action="store_true", help="begin with the longest prompts (default: in the order given)"
     )
@@ -133,26 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.rerun:
-        known = vars(options).keys()
-        given = read_manifest(options.rerun)["arguments"]
-        if unknown := given.keys() - known:
-            raise ValueError(f"manifest {options.rerun} has options this version does not know: {', '.join(unknown)}")
-        parser.set_defaults(**{k: Path(v) if k == "input" and v else v for k, v in given.items()})
-        options = parser.parse_args(arguments)
-    return options
-
-
-def _parse_slots(text: str) -> int | None:
-    """None is as many as fit."""
-    if text != "auto" and not text.removeprefix("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto")
-    return None if text == "auto" else int(text)
-
-
 def _check(options: argparse.Namespace) -> None:
     """Refuses what can be refused before anything is read."""
     get_policy(options.policy)
@@ -164,8 +136,7 @@ def _check(options: argparse.Namespace) -> None:
         parse_bytes(options.memory, "--memory")
         if not options.dry_run:
             raise ValueError("--memory is for plans and takes nothing from a run; add --dry-run")
-    if options.samples < 1 or (options.slots is not None and options.slots < 1):
-        raise ValueError(f"--samples {options.samples} and --slots {options.slots} must be at least 1")
+    cli.check_batch_options(options)
     if options.raw and (options.system is not None or options.template_arg):
         raise ValueError("--raw leaves the chat template out, which --system and --template-arg are for; drop one")
     if options.stream and (options.json or options.output):
@@ -213,7 +184,7 @@ def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item], memory:
     template = cli.parse_template_arguments(options.template_arg)
     raw = options.raw
     if unused := ([] if raw else llm.tokenizer.unused_arguments(template)):
-        _say(f"note: the chat template does not use {', '.join(unused)}")
+        say(f"note: the chat template does not use {', '.join(unused)}")
     run = llm.run(
         [llm.encode(item.prompt, raw=raw, system=options.system, arguments=template) for item in items],
         policy=options.policy,
@@ -224,60 +195,22 @@ def _start(options: argparse.Namespace, llm: LLM, items: Sequence[Item], memory:
         memory=memory,
     )
     if options.rerun and not options.dry_run:  # which has no weights to compare
-        check_same(read_manifest(options.rerun), run)
+        check_same(read_manifest(options.rerun), run.llm, run.prompts)
     for index, item in enumerate(items):
         if (limit := run.limit(index)) < run.config.max_new_tokens:
             longest = llm.checkpoint.config.max_position
-            _say(f"note: prompt {item.id}: at most {limit} new tokens, the model reads {longest} in all")
+            say(f"note: prompt {item.id}: at most {limit} new tokens, the model reads {longest} in all")
     return run
-
-
-def _print_header(options: argparse.Namespace, run: Run) -> None:
-    checkpoint, config = run.llm.checkpoint, run.config
-    embedded = " (no --model given: the embedded model)" if options.model is None else ""
-    _say(f"model: {checkpoint.name}{embedded}, {checkpoint.format} {checkpoint.path}, {run.llm.dtype}")
-    _say(f"policy: {format_policy(options.policy, run.policy)}")
-    values = ((spec, getattr(config, spec.name)) for spec in fields(Sampling))
-    drawn = ["greedy"] * config.greedy + [f"{spec.name} {value}" for spec, value in values if value != spec.default]
-    asked = bool(checkpoint.generation.get("do_sample"))
-    given = any(getattr(options, spec.name) is not None for spec in fields(Sampling))
-    source = (
-        "generation_config.json" + (" and options" if given else "") if asked else "options" if given else "default"
-    )
-    _say(f"sampling: {', '.join(drawn)}, seed {config.seed} ({source})")
-
-
-@contextmanager
-def _open_answers(options: argparse.Namespace, run: Run) -> Iterator[Answers | None]:
-    if options.output is None:
-        yield None
-        return
-    model = run.llm.checkpoint
-    meant = [model.name, model.revision, run.llm.dtype, repr(run.policy), repr(run.config)]
-    meant += [options.raw, options.system, cli.parse_template_arguments(options.template_arg)]
-    answers = Answers(options.output, hashlib.sha256(json.dumps(meant).encode()).hexdigest()[:12])
-    try:
-        yield answers
-    finally:
-        answers.close()
 
 
 def _answer(options: argparse.Namespace, run: Run, items: Sequence[Item], answers: Answers | None) -> list[Result]:
     """Runs, and prints or writes answers as they come."""
-    everything = range(len(items) * options.samples)
-    if answers is not None:
-        run.rows = [
-            row for row in everything if (items[row // options.samples].id, row % options.samples) not in answers.done
-        ]
-        if len(run.rows) < len(everything):
-            _say(f"{options.output}: {len(everything) - len(run.rows)} of {len(everything)} answers are there already")
     if options.longest_first:
         run.rows = sorted(run.rows, key=lambda row: -len(run.prompts[row // options.samples]))
-    stream = options.stream if options.stream is not None else len(everything) == 1
+    stream = options.stream if options.stream is not None else len(items) * options.samples == 1
     stream = stream and not options.json and answers is None
     results: list[Result] = []
-    quiet = stream or not sys.stderr.isatty()
-    with _progress(quiet, len(run.rows)) as advance:
+    with progress(len(run.rows), quiet=stream) as advance:
         for event in run:
             if isinstance(event, Piece):
                 if stream:
@@ -286,31 +219,12 @@ def _answer(options: argparse.Namespace, run: Run, items: Sequence[Item], answer
             advance(len(event.tokens))
             results.append(event)
             if answers is not None:
-                row = _row(items[event.prompt], event)
-                answers.write(row.pop("id"), row.pop("sample"), **row)
+                answers.write(**describe_result(items[event.prompt].id, event))
             elif stream:
                 print(flush=True)
             elif not options.json:
                 print(f"## {items[event.prompt].id} {event.sample}\n{event.text}", flush=True)
     return results
-
-
-@contextmanager
-def _progress(quiet: bool, total: int) -> Iterator[Any]:
-    if quiet:
-        yield lambda tokens: None
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total, tokens=0)
-        counted = 0
-
-        def advance(tokens: int) -> None:
-            nonlocal counted
-            counted += tokens
-            progress.update(task, advance=1, tokens=counted)
-
-        yield advance
 
 
 def _save_trace(path: Path, run: Run, kept: Mapping[int, Sequence[np.ndarray]], results: Sequence[Result]) -> None:
@@ -330,58 +244,8 @@ def _save_trace(path: Path, run: Run, kept: Mapping[int, Sequence[np.ndarray]], 
     )
 
 
-def _print_report(run: Run) -> None:
-    stats, plan = run.stats, run.stats.plan
-    speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.tokens_per_second else "no token decoded"
-    since = stats.first_token_at - psutil.Process().create_time() if stats.first_token_at else 0.0
-    _say(
-        f"{stats.prompt_tokens} prompt + {stats.new_tokens} new tokens; prefill {stats.prefill_seconds:.2f} s, decode "
-        f"{stats.decode_seconds:.2f} s ({speed}), compile {stats.compile_seconds:.2f} s; first token {since:.1f} s "
-        "after the command"
-    )
-    _say(
-        f"kv held {format_bytes(plan.kv_held)} (+ {format_bytes(plan.metadata_held)} beside it) for {run.slots} "
-        f"rows of {plan.capacity} slots; kv read {format_bytes(plan.kv_read)} a token at most, "
-        f"{' + '.join(f'{count} {part}' for part, count in plan.tokens_read.items())} tokens per kv head"
-    )
-    if run.policy.most(FAR) < FAR:
-        if run.policy.most(stats.longest_text) >= stats.longest_text:
-            _say("note: no text outgrew the budget, so nothing was evicted")
-    elif _read(run, FAR) < FAR and _read(run, stats.longest_text) >= stats.longest_text:
-        _say("note: no text outgrew the budget, so every step read all of it")
-
-
-def _read(run: Run, length: int) -> int:
-    """Tokens that a step reads of a text of that length."""
-    return sum(run.policy.tokens_read(run.engine.spec, length).values())
-
-
-def _row(item: Item, result: Result) -> dict[str, Any]:
-    return {
-        "id": item.id,
-        "sample": result.sample,
-        "text": result.text,
-        "reasoning": result.reasoning,
-        "answer": result.answer,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": len(result.tokens),
-        "token_ids": list(result.tokens),
-    }
-
-
-def _repeatable(options: argparse.Namespace, run: Run) -> dict[str, Any]:
-    kept = {key: value for key, value in vars(options).items() if key not in TRANSIENT and key != "output"}
-    kept["dtype"] = run.llm.dtype  # which depends on the device where no --dtype is given
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
-
-
 def _pad(rows: Sequence[Sequence[int]]) -> np.ndarray:
     padded = np.full((len(rows), max(len(row) for row in rows)), -1, np.int32)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return padded
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
