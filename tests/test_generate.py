@@ -320,7 +320,9 @@ def test_kept_positions_are_saved(run, prompts, tmp_path):
     ran = run("--input", prompts, "--policy", EVICT, "--trace-kept", path, "--json")
     with np.load(path, allow_pickle=False) as trace:
         steps, kept, prompt_ids, new_ids = (trace[key] for key in ("steps", "kept", "prompt_ids", "new_ids"))
-        assert len(trace.files) == 4
+        assert len(trace.files) == 6
+        assert str(trace["policy"]).startswith("GKV: ") and "budget 16" in str(trace["policy"])
+        pieces = trace["pieces"]
     assert steps.tolist() == [*range(0, NEW, 4), NEW]
     assert kept.shape == (len(steps), 1, 3, 2, 20)  # layers, rows, heads, slots
     by_id = {row["id"]: row for row in ran.results}
@@ -328,6 +330,7 @@ def test_kept_positions_are_saved(run, prompts, tmp_path):
         length = (prompt_ids[row] >= 0).sum()
         assert length == by_id[key]["prompt_tokens"]
         assert new_ids[row].tolist() == by_id[key]["token_ids"]
+        assert ("one", "the lazy dog", "12 + 30 = ")[row] in "".join(pieces[row][:length])
         for index, step in enumerate(steps):
             seen = min(length + step, length + NEW - 1)
             held = kept[index, :, row]

@@ -72,7 +72,9 @@ def parts(kind: str) -> list[str]:
 def test_command(command: str, folder: Path) -> None:
     words = shorten(command)
     printed = run(words, ROOT if "bench." in words[2] else folder)
-    if command.startswith("python -m jkv") and "--output answers.jsonl" not in command:
+    if words[2] == "jkv.show":
+        assert (folder / "kept.html").stat().st_size > 5000
+    elif command.startswith("python -m jkv") and "--output answers.jsonl" not in command:
         assert printed.strip()
     if "--output answers.jsonl" in command:
         assert len((folder / "answers.jsonl").read_text().splitlines()) == 4

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from jkv.plan import memory_limit, parse_bytes
 from jkv.policies import get_policy
 from jkv.run import GenerationConfig, Piece, Result, Run
 from jkv.text import load_tokenizer
+from jkv.trace import save_trace
 from pallas_kernels.dispatch import H100
 
 EXAMPLES = """examples:
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = _answer(options, run, items, answers)
     print_report(run)
     if options.trace_kept and kept:
-        _save_trace(options.trace_kept, run, kept, results)
+        save_trace(options.trace_kept, run, kept, results)
     if options.json:
         answers_json = [describe_result(items[result.prompt].id, result) for result in results]
         print(json.dumps({"results": answers_json, "stats": run.stats.report()}, ensure_ascii=False))
@@ -106,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, help="print the answer as it grows (default: for one prompt)"
     )
-    show.add_argument("--trace-kept", type=Path, metavar="FILE.npz", help="save the text positions the cache has kept")
+    show.add_argument(
+        "--trace-kept", type=Path, metavar="FILE.npz", help="save the text positions the cache has kept, for jkv.show"
+    )
     show.add_argument(
         "--manifest", type=Path, metavar="FILE", help="write what this run was, so that --rerun repeats it"
     )
@@ -225,27 +228,3 @@ def _answer(options: argparse.Namespace, run: Run, items: Sequence[Item], answer
             elif not options.json:
                 print(f"## {items[event.prompt].id} {event.sample}\n{event.text}", flush=True)
     return results
-
-
-def _save_trace(path: Path, run: Run, kept: Mapping[int, Sequence[np.ndarray]], results: Sequence[Result]) -> None:
-    """Saves the positions that were kept after the prompt and after every compaction, and the texts they are of.
-
-    A row that has ended is repeated as it was.
-    """
-    ordered = sorted(results, key=lambda result: (result.prompt, result.sample))
-    rows = [kept[result.prompt * run.samples + result.sample] for result in ordered]
-    count = max(map(len, rows))
-    np.savez_compressed(
-        path,
-        steps=np.arange(count, dtype=np.int32) * run.policy.interval,
-        kept=np.stack([np.stack([*row, *[row[-1]] * (count - len(row))]) for row in rows], axis=2),
-        prompt_ids=_pad([run.prompts[result.prompt] for result in ordered]),
-        new_ids=_pad([result.tokens for result in ordered]),
-    )
-
-
-def _pad(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    padded = np.full((len(rows), max(len(row) for row in rows)), -1, np.int32)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
