@@ -1,7 +1,7 @@
 """Prompts from a JSONL file, answers into one that a killed run resumes from, and files that are whole or not there."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,36 @@ def read_prompts(path: Path) -> list[Item]:
     Raises:
         ValueError: the file cannot be read, or a line is not such an object; the message names file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"prompts file {path}: {error.strerror}; give the path of a JSONL file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts file {path} is not UTF-8 ({error}); save it as UTF-8") from None
     items: dict[str | int, Item] = {}
-    # JSON may hold every other line end that str.splitlines knows.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            item = _read_line(f"{path}:{number}", number, line)
-            if item.id in items:
-                raise ValueError(f"{path}:{number}: id {item.id!r} is that of an earlier line; ids must differ")
-            items[item.id] = item
+    for number, row in read_rows(path, "prompts"):
+        item = _make_item(f"{path}:{number}", number, row)
+        if item.id in items:
+            raise ValueError(f"{path}:{number}: id {item.id!r} is that of an earlier line; ids must differ")
+        items[item.id] = item
     if not items:
         raise ValueError(f'prompts file {path} has no prompts; write one JSON object a line, as {{"prompt": "..."}}')
     return list(items.values())
+
+
+def read_rows(path: Path, kind: str) -> Iterator[tuple[int, Any]]:
+    """The JSON values of a file's lines, each with the number of its line; empty lines are skipped.
+
+    Raises:
+        ValueError: the file, which holds what `kind` says, cannot be read, or a line is not JSON.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{kind} file {path}: {error.strerror}; give the path of a JSONL file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{kind} file {path} is not UTF-8 ({error}); save it as UTF-8") from None
+    # JSON may hold every other line end that str.splitlines knows.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error.msg}); write one object a line") from None
 
 
 class Answers:
@@ -115,11 +128,7 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _read_line(where: str, number: int, line: str) -> Item:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg}); write one object a line") from None
+def _make_item(where: str, number: int, row: Any) -> Item:
     key = next((key for key in PROMPT_KEYS if isinstance(row, dict) and row.get(key)), None)
     if key is None or not isinstance(row[key], list if key == "messages" else str) or not str(row[key]).strip():
         raise ValueError(f"{where}: needs a text in 'prompt', 'problem' or 'question', or a list in 'messages'")

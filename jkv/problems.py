@@ -1,11 +1,12 @@
 """Problems with answers: from a JSONL file, or a data set of the Hugging Face hub; and the papers' prompts for them."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from jkv.jsonl import read_rows
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
 ANSWER_KEYS = ("answer", "expected_answer", "final_answer", "target")
@@ -62,7 +63,7 @@ def read_problems(source: str) -> list[Problem]:
     """
     path = Path(source)
     if path.is_file():
-        rows: Iterable[tuple[str, Any]] = _read_lines(path)
+        rows: Iterable[tuple[str, Any]] = ((f"{path}:{number}", row) for number, row in read_rows(path, "problems"))
     elif path.suffix in (".jsonl", ".json") or source.startswith((".", "/")):
         raise ValueError(f"problems file {source}: there is no such file")
     else:
@@ -76,19 +77,6 @@ def read_problems(source: str) -> list[Problem]:
     if not found:
         raise ValueError(f"{source} has no problems")
     return list(found.values())
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"problems file {path} cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield f"{path}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error.msg}); write one object a line") from None
 
 
 def _read_hub(source: str) -> Iterator[tuple[str, Any]]:

@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses what can be refused before anything is read, and fills in defaults."""
+    """Refuses what can be refused before anything is read."""
     if options.task is None:
         raise ValueError("no task; name a JSONL file with problems, a data set of the hub, or passkey")
     get_policy(options.policy)
